@@ -1,0 +1,1 @@
+"""What has been built: keys, artifacts and the stores that keep them. Imports nothing of ours."""

@@ -1,0 +1,1 @@
+"""Builds kernels and serves them over REST."""

@@ -1,0 +1,432 @@
+"""KernelSpec: what one prepare kernel is generated for, and its name.
+
+A spec is a frozen value. It never depends on the number of tokens, the number of cache rows or the
+context-parallel rank: those are launch scalars, so one variant serves every batch.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal, Self, get_args
+
+from mlaprep.templates.errors import FieldProblem, SpecError, UnsupportedSpecError
+
+Dtype = Literal["bf16", "fp16"]
+Layout = Literal["fp8", "fp8-q16", "same", "ds_mla"]
+Rope = Literal["none", "interleaved", "neox"]
+IndexDtype = Literal["i32", "i64"]
+Scale = Literal["none", "scalar"]
+QueryDtype = Literal["e4m3", "input"]
+TileScale = Literal["none", "raw", "pow2"]
+
+DYNAMIC: Final = "dynamic"
+Stride = int | Literal["dynamic"]
+"""A stride in elements: a constant, or ``"dynamic"`` for one passed at launch."""
+
+ELEMENTS_PER_THREAD: Final = 8
+"""Elements that one thread moves: one 16-byte load of a 2-byte type. Widths and strides are multiples."""
+
+MAX_STRIDE: Final = 2**40
+
+_RANGES: Final[Mapping[str, tuple[int, int, int]]] = {
+    # field: (smallest, largest, multiple of)
+    "num_heads": (1, 256, 1),
+    "kv_lora_rank": (16, 1024, 16),
+    "rope_dim": (0, 128, 8),
+    "dcp_world": (1, 1024, 1),
+    "dcp_interleave": (1, 65536, 1),
+}
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "dtype": get_args(Dtype),
+    "layout": get_args(Layout),
+    "query_dtype": get_args(QueryDtype),
+    "tile_scale": get_args(TileScale),
+    "rope": get_args(Rope),
+    "loc_dtype": get_args(IndexDtype),
+    "position_dtype": get_args(IndexDtype),
+    "q_scale": get_args(Scale),
+    "kv_scale": get_args(Scale),
+}
+_FLAGS: Final = ("reserved_slot", "pdl", "write_kv", "write_q")
+_STRIDES: Final[Mapping[str, str]] = {
+    # field: token in a variant id
+    "q_nope_token_stride": "qnt",
+    "q_nope_head_stride": "qnh",
+    "q_rope_token_stride": "qrt",
+    "q_rope_head_stride": "qrh",
+    "k_nope_token_stride": "knt",
+    "k_rope_token_stride": "krt",
+    "cache_row_stride": "row",
+    "out_token_stride": "ot",
+    "out_head_stride": "oh",
+}
+STRIDE_FIELDS: Final = tuple(_STRIDES)
+
+_BUILT: Final[Mapping[str, tuple[str, ...]]] = {
+    # fields of which this release generates fewer values than the vocabulary has
+    "layout": ("fp8",),
+    "rope": ("none",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSpec:
+    """Everything a prepare kernel is specialised for, the architecture apart.
+
+    R is ``kv_lora_rank``, D is ``rope_dim``, W = R + D. Omitted, ``None`` and the default are the same
+    value. Strides are in elements; those that cannot matter (size-1 or absent dimensions, operands a
+    write mode leaves out) are set back to their default, so that one kernel has one name.
+
+    Raises:
+        SpecError: a field of the wrong type, out of range, or at odds with another; all are listed.
+        UnsupportedSpecError: a known value that this release does not generate.
+    """
+
+    num_heads: int
+    """Query heads on this rank, H."""
+    kv_lora_rank: int = 512
+    """Width of the latent row, R: 16 to 1024, a multiple of 16."""
+    rope_dim: int = 64
+    """Width of the rotary columns, D: 0 to 128, a multiple of 8."""
+    dtype: Dtype = "bf16"
+    """Element type of query and key inputs."""
+    layout: Layout = "fp8"
+    """What a cache row holds."""
+    query_dtype: QueryDtype = None  # type: ignore[assignment]  # derived from layout when omitted
+    """Element type of the query result; follows from the layout except for ``ds_mla``."""
+    tile_scale: TileScale = None  # type: ignore[assignment]  # derived from layout when omitted
+    """How ``ds_mla`` scales a tile of 128 elements; ``none`` for every other layout."""
+    rope: Rope = "none"
+    """Rotation applied to the rotary columns of query and key."""
+    loc_dtype: IndexDtype = "i64"
+    position_dtype: IndexDtype = "i64"
+    q_scale: Scale = "none"
+    """``scalar``: queries are multiplied by an fp32 device scalar before rounding."""
+    kv_scale: Scale = "none"
+    """``scalar``: latent rows are multiplied by an fp32 device scalar before rounding."""
+    dcp_world: int = 1
+    """Ranks that share one cache under decode context parallelism; the rank is a launch scalar."""
+    dcp_interleave: int = 1
+    """Consecutive slots on one rank before the next rank's turn."""
+    reserved_slot: bool = False
+    """Whether a slot value given at launch is never written."""
+    pdl: bool = True
+    """Whether the kernel waits for and releases its neighbours by programmatic dependent launch."""
+    write_kv: bool = True
+    write_q: bool = True
+    q_nope_token_stride: Stride = DYNAMIC
+    q_nope_head_stride: Stride = DYNAMIC
+    q_rope_token_stride: Stride = DYNAMIC
+    q_rope_head_stride: Stride = DYNAMIC
+    k_nope_token_stride: Stride = DYNAMIC
+    k_rope_token_stride: Stride = DYNAMIC
+    cache_row_stride: Stride = DYNAMIC
+    out_token_stride: Stride = None  # type: ignore[assignment]  # H * W when omitted
+    out_head_stride: Stride = None  # type: ignore[assignment]  # W when omitted
+
+    def __post_init__(self) -> None:
+        self._fill_defaults()
+        problems = [problem for field in fields(self) for problem in self._check_field(field.name)]
+        if problems:
+            raise SpecError(problems)
+        self._settle_derived()
+        problems = self._check_together()
+        if problems:
+            raise SpecError(problems)
+        self._refuse_unbuilt()
+
+    @property
+    def row_width(self) -> int:
+        """Elements of one row of the fp8 layouts, W = R + D."""
+        return self.kv_lora_rank + self.rope_dim
+
+    @property
+    def variant_id(self) -> str:
+        """The spec in words, e.g. ``mla_prepare-h12-r512-d64-bf16-fp8-norope-i64-pdl``.
+
+        :func:`parse_variant_id` reads it back to an equal spec.
+        """
+        words = [
+            "mla_prepare",
+            f"h{self.num_heads}",
+            f"r{self.kv_lora_rank}",
+            f"d{self.rope_dim}",
+            self.dtype,
+            _LAYOUT_WORDS[self.layout],
+            _ROPE_WORDS[self.rope],
+            self.loc_dtype,
+            "pdl" if self.pdl else "nopdl",
+        ]
+        default = _derived_defaults(self)
+        if self.query_dtype != default["query_dtype"]:
+            words.append(f"q{self.query_dtype}")
+        if self.tile_scale != default["tile_scale"]:
+            words.append(f"ts{self.tile_scale}")
+        if self.position_dtype != "i64":
+            words.append(f"pos{self.position_dtype}")
+        words += ["qs"] * (self.q_scale != "none") + ["kvs"] * (self.kv_scale != "none")
+        if self.dcp_world > 1:
+            words.append(f"dcp{self.dcp_world}x{self.dcp_interleave}")
+        words += ["res"] * self.reserved_slot
+        words += ["qonly"] * (not self.write_kv) + ["kvonly"] * (not self.write_q)
+        for field, word in _STRIDES.items():
+            stride = getattr(self, field)
+            if stride != default[field]:
+                words.append(f"{word}{'dyn' if stride == DYNAMIC else stride}")
+        return "-".join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, JSON types only; :meth:`from_dict` reads it back."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, document: object) -> Self:
+        """A spec from parsed JSON. Unknown fields are refused by name, ``null`` means the default.
+
+        Raises:
+            SpecError: not an object, an unknown or missing field, or any fault of the constructor.
+        """
+        if not isinstance(document, Mapping):
+            raise SpecError(FieldProblem("spec", describe(document), "an object of kernel spec fields"))
+        known = {field.name for field in fields(cls)}
+        unknown = [key for key in document if key not in known]
+        if unknown:
+            names = ", ".join(sorted(known))
+            shown = [key if isinstance(key, str) and _PLAIN_NAME.fullmatch(key) else "(unprintable name)" for key in unknown[:8]]
+            raise SpecError([FieldProblem(name, "an unknown field", f"one of {names}") for name in shown])
+        if document.get("num_heads") is None:
+            raise SpecError(FieldProblem("num_heads", "nothing", allowed_values("num_heads")))
+        return cls(**{str(key): value for key, value in document.items()})
+
+    def _set(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)
+
+    def _fill_defaults(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) is None and field.name != "num_heads":
+                self._set(field.name, field.default)
+
+    def _check_field(self, name: str) -> list[FieldProblem]:
+        value = getattr(self, name)
+        if value is None and name in _DERIVED:
+            return []
+        if name in _RANGES:
+            low, high, multiple = _RANGES[name]
+            good = type(value) is int and low <= value <= high and value % multiple == 0
+        elif name in _CHOICES:
+            good = type(value) is str and value in _CHOICES[name]
+        elif name in _FLAGS:
+            good = type(value) is bool
+        else:
+            good = (type(value) is str and value == DYNAMIC) or (
+                type(value) is int and 0 <= value <= MAX_STRIDE and value % ELEMENTS_PER_THREAD == 0
+            )
+        return [] if good else [FieldProblem(name, describe(value), allowed_values(name))]
+
+    def _settle_derived(self) -> None:
+        default = _derived_defaults(self)
+        for field in _DERIVED:
+            if getattr(self, field) is None:
+                self._set(field, default[field])
+        for field in STRIDE_FIELDS:
+            if _stride_is_moot(self, field):
+                self._set(field, default[field])
+
+    def _check_together(self) -> list[FieldProblem]:
+        problems = []
+
+        def refuse(field: str, found: str, allowed: str) -> None:
+            problems.append(FieldProblem(field, found, allowed))
+
+        if not self.write_kv and not self.write_q:
+            refuse("write_q", "false beside write_kv false", "at least one of write_kv and write_q true")
+        if self.rope != "none" and self.rope_dim == 0:
+            refuse("rope", f"{self.rope} with rope_dim 0", "none, or a rope_dim above 0")
+        if self.rope == "none" and self.position_dtype != "i64":
+            refuse("position_dtype", "a value without rope", "omitted when rope is none")
+        if self.layout != "ds_mla":
+            default = _derived_defaults(self)
+            if self.query_dtype != default["query_dtype"]:
+                refuse("query_dtype", f"{self.query_dtype} with layout {self.layout}", default["query_dtype"])
+            if self.tile_scale != "none":
+                refuse("tile_scale", f"{self.tile_scale} with layout {self.layout}", "none")
+        else:
+            if self.kv_lora_rank % 128:
+                refuse("kv_lora_rank", "a rank with a broken tile under ds_mla", "a multiple of 128")
+            if self.tile_scale == "none":
+                refuse("tile_scale", "none with layout ds_mla", "raw or pow2")
+        if not self.write_q and self.q_scale != "none":
+            refuse("q_scale", "a scale beside write_q false", "none")
+        if not self.write_kv:
+            for field, off in (("kv_scale", "none"), ("reserved_slot", False), ("dcp_world", 1)):
+                if getattr(self, field) != off:
+                    refuse(field, "a cache option beside write_kv false", str(off).lower())
+        if self.dcp_world == 1 and self.dcp_interleave != 1:
+            refuse("dcp_interleave", "an interleave with dcp_world 1", "1, or a dcp_world above 1")
+        if self.cache_row_stride != DYNAMIC and self.cache_row_stride < self.row_width:
+            refuse("cache_row_stride", "a stride below the row width", f"{self.row_width} or more")
+        if self.out_head_stride != DYNAMIC and self.num_heads > 1 and self.out_head_stride < self.row_width:
+            refuse("out_head_stride", "a stride below the row width", f"{self.row_width} or more")
+        if self.out_token_stride != DYNAMIC and self.write_q and self.out_token_stride < self.row_width:
+            refuse("out_token_stride", "a stride below the row width", f"{self.row_width} or more")
+        return problems
+
+    def _refuse_unbuilt(self) -> None:
+        problems = [
+            FieldProblem(field, f"{getattr(self, field)}, which this release does not generate", ", ".join(built))
+            for field, built in _BUILT.items()
+            if getattr(self, field) not in built
+        ]
+        if problems:
+            raise UnsupportedSpecError(problems)
+
+
+_DERIVED: Final = ("query_dtype", "tile_scale", "out_token_stride", "out_head_stride")
+_LAYOUT_WORDS: Final[Mapping[str, str]] = {"fp8": "fp8", "fp8-q16": "fp8q16", "same": "same", "ds_mla": "dsmla"}
+_ROPE_WORDS: Final[Mapping[str, str]] = {"none": "norope", "interleaved": "interleaved", "neox": "neox"}
+_PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def _derived_defaults(spec: KernelSpec) -> dict[str, Any]:
+    """Defaults that follow from other fields, beside the dynamic default of every input stride."""
+    defaults: dict[str, Any] = dict.fromkeys(STRIDE_FIELDS, DYNAMIC)
+    defaults["query_dtype"] = "e4m3" if spec.layout in ("fp8", "ds_mla") else "input"
+    defaults["tile_scale"] = "raw" if spec.layout == "ds_mla" else "none"
+    defaults["out_token_stride"] = spec.num_heads * spec.row_width
+    defaults["out_head_stride"] = spec.row_width
+    return defaults
+
+
+def _stride_is_moot(spec: KernelSpec, field: str) -> bool:
+    if field.startswith(("q_", "out_")):
+        absent = not spec.write_q
+    else:
+        absent = not spec.write_kv
+    if field.startswith(("q_rope", "k_rope")):
+        absent = absent or spec.rope_dim == 0
+    return absent or (field.endswith("_head_stride") and spec.num_heads == 1)
+
+
+def describe(value: object) -> str:
+    """The class of a value in JSON's words, without the value itself."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, int):
+        return "an integer that is not allowed"
+    if isinstance(value, float):
+        return "a number with a fraction or exponent"
+    if isinstance(value, str):
+        return "a string that is not allowed"
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return "an array"
+    return f"a {type(value).__name__}"
+
+
+def allowed_values(field: str) -> str:
+    """What a field of :class:`KernelSpec` accepts, in words."""
+    if field in _RANGES:
+        low, high, multiple = _RANGES[field]
+        return f"an integer from {low} to {high}" + (f", a multiple of {multiple}" if multiple > 1 else "")
+    if field in _CHOICES:
+        return "one of " + ", ".join(_CHOICES[field])
+    if field in _FLAGS:
+        return "true or false"
+    return f'"dynamic", or an integer from 0 to {MAX_STRIDE}, a multiple of {ELEMENTS_PER_THREAD}'
+
+
+def spec_json_schema() -> dict[str, Any]:
+    """JSON Schema of a spec's document, as :meth:`KernelSpec.from_dict` accepts it."""
+    properties: dict[str, Any] = {}
+    for field in fields(KernelSpec):
+        name = field.name
+        if name in _RANGES:
+            low, high, multiple = _RANGES[name]
+            schema: dict[str, Any] = {"type": "integer", "minimum": low, "maximum": high}
+            if multiple > 1:
+                schema["multipleOf"] = multiple
+        elif name in _CHOICES:
+            schema = {"type": "string", "enum": list(_CHOICES[name])}
+        elif name in _FLAGS:
+            schema = {"type": "boolean"}
+        else:
+            integer = {"type": "integer", "minimum": 0, "maximum": MAX_STRIDE, "multipleOf": ELEMENTS_PER_THREAD}
+            schema = {"anyOf": [{"const": DYNAMIC, "type": "string"}, integer]}
+        if name != "num_heads":
+            schema = {"anyOf": [*schema.get("anyOf", [schema]), {"type": "null"}]}
+        schema["description"] = allowed_values(name)
+        properties[name] = schema
+    return {
+        "type": "object",
+        "title": "KernelSpec",
+        "properties": properties,
+        "required": ["num_heads"],
+        "additionalProperties": False,
+    }
+
+
+_MAX_VARIANT_ID: Final = 400
+_NUMBER: Final = r"(0|[1-9][0-9]{0,12})"
+_VARIANT_ID: Final = re.compile(
+    rf"mla_prepare-h{_NUMBER}-r{_NUMBER}-d{_NUMBER}"
+    r"-(?P<dtype>bf16|fp16)-(?P<layout>fp8|fp8q16|same|dsmla)-(?P<rope>norope|interleaved|neox)"
+    r"-(?P<loc>i32|i64)-(?P<pdl>pdl|nopdl)"
+    r"(?:-q(?P<query>e4m3|input))?(?:-ts(?P<tile>raw|pow2))?(?:-pos(?P<position>i32|i64))?"
+    rf"(?P<qs>-qs)?(?P<kvs>-kvs)?(?:-dcp(?P<world>{_NUMBER})x(?P<interleave>{_NUMBER}))?"
+    r"(?P<res>-res)?(?P<qonly>-qonly)?(?P<kvonly>-kvonly)?"
+    + "".join(rf"(?:-{word}(?P<{field}>dyn|{_NUMBER}))?" for field, word in _STRIDES.items()),
+    re.ASCII,
+)
+
+
+def parse_variant_id(variant_id: str) -> KernelSpec:
+    """The spec that a variant id names.
+
+    Only the canonical spelling is accepted: ``parse_variant_id(text).variant_id == text``.
+
+    Raises:
+        SpecError: not a variant id, or one whose fields are out of range.
+    """
+    allowed = "a variant id such as mla_prepare-h12-r512-d64-bf16-fp8-norope-i64-pdl"
+    if not isinstance(variant_id, str):
+        raise SpecError(FieldProblem("variant_id", describe(variant_id), allowed))
+    match = _VARIANT_ID.fullmatch(variant_id) if len(variant_id) <= _MAX_VARIANT_ID else None
+    if match is None:
+        raise SpecError(FieldProblem("variant_id", "a string that is not a variant id", allowed))
+    words = match.groupdict()
+    layouts = {word: layout for layout, word in _LAYOUT_WORDS.items()}
+    ropes = {word: rope for rope, word in _ROPE_WORDS.items()}
+    strides = {
+        field: DYNAMIC if words[field] == "dyn" else int(words[field])
+        for field in STRIDE_FIELDS
+        if words[field] is not None
+    }
+    spec = KernelSpec.from_dict(
+        {
+            "num_heads": int(match[1]),
+            "kv_lora_rank": int(match[2]),
+            "rope_dim": int(match[3]),
+            "dtype": words["dtype"],
+            "layout": layouts[words["layout"]],
+            "rope": ropes[words["rope"]],
+            "loc_dtype": words["loc"],
+            "pdl": words["pdl"] == "pdl",
+            "query_dtype": words["query"],
+            "tile_scale": words["tile"],
+            "position_dtype": words["position"],
+            "q_scale": "scalar" if words["qs"] else None,
+            "kv_scale": "scalar" if words["kvs"] else None,
+            "dcp_world": int(words["world"]) if words["world"] else None,
+            "dcp_interleave": int(words["interleave"]) if words["interleave"] else None,
+            "reserved_slot": words["res"] is not None,
+            "write_kv": words["qonly"] is None,
+            "write_q": words["kvonly"] is None,
+            **strides,
+        }
+    )
+    if spec.variant_id != variant_id:
+        raise SpecError(FieldProblem("variant_id", "a spelling that is not canonical", spec.variant_id))
+    return spec
