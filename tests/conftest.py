@@ -1,0 +1,1 @@
+"""Shared markers and the rule that nothing is skipped silently where everything should be there."""
