@@ -175,6 +175,13 @@ class KernelSpec:
                 words.append(f"{word}{'dyn' if stride == DYNAMIC else stride}")
         return "-".join(words)
 
+    def stride_is_moot(self, field: str) -> bool:
+        """Whether a stride cannot matter: its operand is left out, or its dimension has size 1."""
+        absent = not (self.write_q if field.startswith(("q_", "out_")) else self.write_kv)
+        if field.startswith(("q_rope", "k_rope")):
+            absent = absent or self.rope_dim == 0
+        return absent or (field.endswith("_head_stride") and self.num_heads == 1)
+
     def to_dict(self) -> dict[str, Any]:
         """Every field, JSON types only; :meth:`from_dict` reads it back."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -192,7 +199,10 @@ class KernelSpec:
         unknown = [key for key in document if key not in known]
         if unknown:
             names = ", ".join(sorted(known))
-            shown = [key if isinstance(key, str) and _PLAIN_NAME.fullmatch(key) else "(unprintable name)" for key in unknown[:8]]
+            shown = [
+                key if isinstance(key, str) and _PLAIN_NAME.fullmatch(key) else "(unprintable name)"
+                for key in unknown[:8]
+            ]
             raise SpecError([FieldProblem(name, "an unknown field", f"one of {names}") for name in shown])
         if document.get("num_heads") is None:
             raise SpecError(FieldProblem("num_heads", "nothing", allowed_values("num_heads")))
@@ -229,7 +239,7 @@ class KernelSpec:
             if getattr(self, field) is None:
                 self._set(field, default[field])
         for field in STRIDE_FIELDS:
-            if _stride_is_moot(self, field):
+            if self.stride_is_moot(field):
                 self._set(field, default[field])
 
     def _check_together(self) -> list[FieldProblem]:
@@ -295,16 +305,6 @@ def _derived_defaults(spec: KernelSpec) -> dict[str, Any]:
     defaults["out_token_stride"] = spec.num_heads * spec.row_width
     defaults["out_head_stride"] = spec.row_width
     return defaults
-
-
-def _stride_is_moot(spec: KernelSpec, field: str) -> bool:
-    if field.startswith(("q_", "out_")):
-        absent = not spec.write_q
-    else:
-        absent = not spec.write_kv
-    if field.startswith(("q_rope", "k_rope")):
-        absent = absent or spec.rope_dim == 0
-    return absent or (field.endswith("_head_stride") and spec.num_heads == 1)
 
 
 def describe(value: object) -> str:

@@ -1,0 +1,148 @@
+"""render: KernelSpec -> KernelSource.
+
+Only integers, booleans and words of the spec's own vocabulary reach a template, and an undefined name
+is an error, so no caller's text is ever part of a source.
+"""
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+
+from mlaprep.templates.arch import Arch
+from mlaprep.templates.errors import FieldProblem, SpecError
+from mlaprep.templates.signature import kernel_parameters
+from mlaprep.templates.spec import DYNAMIC, ELEMENTS_PER_THREAD, STRIDE_FIELDS, KernelSpec
+
+ENTRY: Final = "mla_prepare"
+"""Name of the kernel in every source and cubin."""
+
+MAX_THREADS_PER_BLOCK: Final = 1024
+_ROOT_TEMPLATE: Final = "mla_prepare.cu.j2"
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """CUDA C++ for one spec. It includes nothing, so every compiler version builds the same text."""
+
+    spec: KernelSpec
+    text: str
+
+    @property
+    def entry(self) -> str:
+        return ENTRY
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @functools.cached_property
+    def launch(self) -> dict[str, Any]:
+        """What a launcher must know, as JSON values: the manifest carries it to the worker.
+
+        ``threads_per_row`` is the block's x extent, ``rows_per_token`` the query heads written plus one
+        for the cache row, ``parameters`` the kernel's arguments as ``[name, type]`` in order.
+        """
+        return {
+            "elements_per_thread": ELEMENTS_PER_THREAD,
+            "threads_per_row": _threads_per_row(self.spec),
+            "rows_per_token": _rows_per_token(self.spec),
+            "max_threads_per_block": MAX_THREADS_PER_BLOCK,
+            "pdl": self.spec.pdl,
+            "parameters": [[parameter.name, parameter.type] for parameter in kernel_parameters(self.spec)],
+        }
+
+
+@functools.lru_cache(maxsize=4096)
+def render(spec: KernelSpec) -> KernelSource:
+    """The source of a spec: the same text for the same spec, in every process."""
+    template = _environment().get_template(_ROOT_TEMPLATE)
+    return KernelSource(spec, template.render(_context(spec)))
+
+
+def check_target(spec: KernelSpec, arch: Arch) -> None:
+    """Refuse a spec that an architecture cannot run.
+
+    Raises:
+        SpecError: programmatic dependent launch on an architecture that has none.
+    """
+    if spec.pdl and not arch.supports_pdl:
+        raise SpecError(
+            FieldProblem("pdl", f"true for {arch}, which has no programmatic dependent launch", "false, or sm_90 and up")
+        )
+
+
+@functools.cache
+def templates_fingerprint() -> str:
+    """sha256 over every template file and the jinja2 version.
+
+    The head comment of each source carries it, so a changed template is a new source even where the
+    change does not show in that variant.
+    """
+    digest = hashlib.sha256(f"jinja2 {jinja2.__version__}\n".encode())
+    for name, text in sorted(_template_files().items()):
+        digest.update(f"{name} {len(text.encode())}\n{text}".encode())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _template_files() -> Mapping[str, str]:
+    return {path.name: path.read_text("utf-8") for path in Path(__file__).parent.glob("*.j2")}
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(  # noqa: S701 - the output is CUDA, not HTML
+        loader=jinja2.DictLoader(_template_files()),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def _threads_per_row(spec: KernelSpec) -> int:
+    return spec.row_width // ELEMENTS_PER_THREAD
+
+
+def _rows_per_token(spec: KernelSpec) -> int:
+    return (spec.num_heads if spec.write_q else 0) + (1 if spec.write_kv else 0)
+
+
+def _context(spec: KernelSpec) -> dict[str, Any]:
+    c_types = {"i64": "long long", "u32": "unsigned"}
+    pointers = {
+        "q_out": "unsigned char*",
+        "kv_cache": "unsigned char*",
+        "loc": "const int*" if spec.loc_dtype == "i32" else "const long long*",
+        "q_scale_inv": "const float*",
+        "kv_scale_inv": "const float*",
+    }
+    parameters = [
+        (pointers.get(p.name, "const Element*") if p.type == "pointer" else c_types[p.type], p.name)
+        for p in kernel_parameters(spec)
+    ]
+    shown = ", ".join(f"{f.name} {_spell(getattr(spec, f.name))}" for f in fields(spec))
+    return {
+        "spec": spec,
+        "shown": shown,
+        "fingerprint": templates_fingerprint(),
+        "jinja2_version": jinja2.__version__,
+        "parameters": parameters,
+        "constant_strides": {
+            field: getattr(spec, field)
+            for field in STRIDE_FIELDS
+            if getattr(spec, field) != DYNAMIC and not spec.stride_is_moot(field)
+        },
+        "elements_per_thread": ELEMENTS_PER_THREAD,
+        "max_threads": MAX_THREADS_PER_BLOCK,
+        "rows_per_token": _rows_per_token(spec),
+    }
+
+
+def _spell(value: object) -> str:
+    return str(value).lower()
