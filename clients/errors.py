@@ -1,0 +1,107 @@
+"""Errors a worker can meet.
+
+::
+
+    MlaprepError
+    ├── SpecError (also ValueError)        a specification, variant id, preset or architecture that cannot be
+    │   └── UnsupportedSpecError           a valid value that this release does not generate
+    ├── KernelUnavailable                  no tier had the kernel and none could build it; .attempts says why
+    ├── ServiceError                       the kernel service gave no kernel
+    │   ├── ServiceUnreachable             no answer within the deadline, or "try later"; worth asking again
+    │   └── ServiceRefused                 a final answer; .status, .problem, .problems
+    ├── ArtifactRejected                   bytes that are not the kernel asked for; never stored, never loaded
+    ├── KernelNotReady                     a cold handle met during stream capture; the capture stays valid
+    ├── NotCovered                         tensors that a handle's kernel does not cover
+    ├── DriverError                        a CUDA driver call failed; .code
+    ├── ForkedProcessError                 a handle used in a child of the process that made it
+    └── CompilerUnavailable, CompileFailed, ...   from mlaprep.service.errors, where a client compiles itself
+
+Every message names what was asked, what was found, and what to do next.
+"""
+
+from collections.abc import Sequence
+
+from mlaprep.templates.errors import FieldProblem, MlaprepError, SpecError, UnsupportedSpecError
+
+__all__ = [
+    "ArtifactRejected",
+    "DriverError",
+    "FieldProblem",
+    "ForkedProcessError",
+    "KernelNotReady",
+    "KernelUnavailable",
+    "MlaprepError",
+    "NotCovered",
+    "ServiceError",
+    "ServiceRefused",
+    "ServiceUnreachable",
+    "SpecError",
+    "UnsupportedSpecError",
+]
+
+
+class KernelUnavailable(MlaprepError):
+    """A kernel that memory, disk and service lack, and that was not or could not be compiled here.
+
+    ``attempts`` holds one line for each tier that was asked, in order.
+    """
+
+    def __init__(self, variant_id: str, arch: str, attempts: Sequence[str], advice: str) -> None:
+        self.variant_id = variant_id
+        self.arch = arch
+        self.attempts = tuple(attempts)
+        tried = "; ".join(self.attempts) or "nothing was asked"
+        super().__init__(f"no kernel {variant_id} for {arch}: {tried}. {advice}")
+
+
+class ServiceError(MlaprepError):
+    """The kernel service gave no kernel."""
+
+
+class ServiceUnreachable(ServiceError):
+    """No usable answer within the deadline: dead, hung, cut off, or overloaded. Worth asking again later."""
+
+
+class ServiceRefused(ServiceError):
+    """A final answer that is not a kernel.
+
+    ``status`` is the HTTP status, ``problem`` the problem type's last word ("" where the reply had none),
+    ``problems`` the fields at fault.
+    """
+
+    def __init__(self, message: str, *, status: int, problem: str = "", problems: Sequence[FieldProblem] = ()) -> None:
+        self.status = status
+        self.problem = problem
+        self.problems = tuple(problems)
+        super().__init__(message)
+
+
+class ArtifactRejected(MlaprepError):
+    """What a service or store sent is not the kernel that was asked for.
+
+    ``reason`` is a short slug: "reply", "source", "launch", or the reason of the artifact check that failed.
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
+class KernelNotReady(MlaprepError):
+    """A handle that is not loaded on the device was called while its stream was being captured."""
+
+
+class NotCovered(MlaprepError, ValueError):
+    """Tensors whose layout, device or type a handle's kernel does not cover."""
+
+
+class DriverError(MlaprepError):
+    """A CUDA driver call failed. ``code`` is the CUresult, None where the driver itself is missing."""
+
+    def __init__(self, message: str, *, code: int | None = None) -> None:
+        self.code = code
+        super().__init__(message)
+
+
+class ForkedProcessError(MlaprepError):
+    """A handle was used in a forked child; CUDA state does not survive a fork. Load it anew, or spawn."""
