@@ -1,0 +1,70 @@
+# make setup   an environment that serves and fetches (no torch)        make check   lint, types, import contracts
+# make demo    the whole way, from a spec to bytes a worker can load    make test    every test that needs no GPU
+# make serve   the service on 127.0.0.1:8400                            make bench   the kernel on this machine's GPU
+#
+# PYTHON names the interpreter to start from, VENV where the environment goes, ARGS what is passed on.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+bin := $(VENV)/bin
+# --prefer-binary: a release without a wheel is no reason to start a compiler. -qq: hints about mirrors are noise.
+pip := $(bin)/python -m pip install -qq --disable-pip-version-check --prefer-binary -c requirements.lock
+# A stamp names what it was installed from, so an environment is renewed when that changes, and only then.
+inputs := $(shell cat pyproject.toml requirements.lock | sha256sum | cut -c1-16)
+runtime := $(VENV)/.runtime-$(inputs)
+develop := $(VENV)/.develop-$(inputs)
+
+.PHONY: help setup setup-dev demo test check serve bench lock clean
+
+help:
+	@sed -n '1,5s/^# \{0,1\}//p' Makefile
+
+$(bin)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("mlaprep needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; pass PYTHON=…" if sys.version_info < (3, 11) else 0)'
+	@$(PYTHON) -m venv $(VENV)
+
+$(runtime): | $(bin)/python
+	@echo "Installing the service, the client and NVRTC into $(VENV) …"
+	@$(pip) -e '.[service,client,cuda12]'
+	@rm -f $(VENV)/.runtime-* && touch $@
+
+# torch is the reference that the kernel's bytes are compared with; only tests and benchmarks need it.
+$(develop): | $(bin)/python
+	@echo "Installing the development tools and torch into $(VENV) …"
+	@$(pip) -e '.[dev]' torch
+	@rm -f $(VENV)/.develop-* && touch $@ $(runtime)
+
+setup: $(runtime)
+
+setup-dev: $(develop)
+
+demo: $(runtime)
+	@$(bin)/python examples/demo.py $(ARGS)
+
+serve: $(runtime)
+	@exec $(bin)/mlaprep serve $(ARGS)
+
+check: $(develop)
+	@$(bin)/ruff check .
+	@$(bin)/ruff format --check .
+	@$(bin)/mypy -p mlaprep
+	@$(bin)/lint-imports --no-logo
+
+test: $(develop)
+	@tests/install-tools
+	@$(bin)/pytest -n 2 --dist loadfile $(ARGS)
+
+bench: $(develop)
+	@$(bin)/python benchmarks/bench_prepare.py $(ARGS)
+
+lock: | $(bin)/python
+	@$(bin)/python deploy/lock.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
