@@ -7,8 +7,8 @@
     │   └── UnsupportedSpecError           a valid value that this release does not generate
     ├── KernelUnavailable                  no tier had the kernel and none could build it; .attempts says why
     ├── ServiceError                       the kernel service gave no kernel
-    │   ├── ServiceUnreachable             no answer within the deadline, or "try later"; worth asking again
-    │   └── ServiceRefused                 a final answer; .status, .problem, .problems
+    │   ├── ServiceUnreachable             no usable answer within the deadline
+    │   └── ServiceRefused                 an answer that is no kernel; .status, .problem, .problems
     ├── ArtifactRejected                   bytes that are not the kernel asked for; never stored, never loaded
     ├── KernelNotReady                     a cold handle met during stream capture; the capture stays valid
     ├── NotCovered                         tensors that a handle's kernel does not cover
@@ -16,7 +16,8 @@
     ├── ForkedProcessError                 a handle used in a child of the process that made it
     └── CompilerUnavailable, CompileFailed, ...   from mlaprep.service.errors, where a client compiles itself
 
-Every message names what was asked, what was found, and what to do next.
+Every message names what was asked, what was found, and what to do next. Attributes have defaults, so that
+errors survive pickling on their way between processes.
 """
 
 from collections.abc import Sequence
@@ -46,34 +47,48 @@ class KernelUnavailable(MlaprepError):
     ``attempts`` holds one line for each tier that was asked, in order.
     """
 
-    def __init__(self, variant_id: str, arch: str, attempts: Sequence[str], advice: str) -> None:
+    def __init__(self, message: str, *, variant_id: str = "", arch: str = "", attempts: Sequence[str] = ()) -> None:
         self.variant_id = variant_id
         self.arch = arch
         self.attempts = tuple(attempts)
-        tried = "; ".join(self.attempts) or "nothing was asked"
-        super().__init__(f"no kernel {variant_id} for {arch}: {tried}. {advice}")
+        super().__init__(message)
 
 
 class ServiceError(MlaprepError):
-    """The kernel service gave no kernel."""
+    """The kernel service gave no kernel.
+
+    ``retry_after`` is the number of seconds to leave it alone, as the service said, or 0.
+    """
+
+    def __init__(self, message: str, *, retry_after: float = 0.0) -> None:
+        self.retry_after = retry_after
+        super().__init__(message)
 
 
 class ServiceUnreachable(ServiceError):
-    """No usable answer within the deadline: dead, hung, cut off, or overloaded. Worth asking again later."""
+    """No usable answer within the deadline: dead, hung, cut off, or a proxy that speaks for it."""
 
 
 class ServiceRefused(ServiceError):
-    """A final answer that is not a kernel.
+    """An answer of the service that is not a kernel.
 
     ``status`` is the HTTP status, ``problem`` the problem type's last word ("" where the reply had none),
     ``problems`` the fields at fault.
     """
 
-    def __init__(self, message: str, *, status: int, problem: str = "", problems: Sequence[FieldProblem] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 0,
+        problem: str = "",
+        problems: Sequence[FieldProblem] = (),
+        retry_after: float = 0.0,
+    ) -> None:
         self.status = status
         self.problem = problem
         self.problems = tuple(problems)
-        super().__init__(message)
+        super().__init__(message, retry_after=retry_after)
 
 
 class ArtifactRejected(MlaprepError):
@@ -82,7 +97,7 @@ class ArtifactRejected(MlaprepError):
     ``reason`` is a short slug: "reply", "source", "launch", or the reason of the artifact check that failed.
     """
 
-    def __init__(self, message: str, *, reason: str) -> None:
+    def __init__(self, message: str, *, reason: str = "reply") -> None:
         self.reason = reason
         super().__init__(message)
 

@@ -1,0 +1,378 @@
+"""RestTransport: kernels over HTTP, bounded in time and size, and verified before anybody sees them."""
+
+import base64
+import binascii
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from urllib.parse import urlsplit
+
+from mlaprep.clients.errors import ArtifactRejected, ServiceError, ServiceRefused, ServiceUnreachable
+from mlaprep.clients.forks import forget_when_forked
+from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
+from mlaprep.kernels_cache.errors import ArtifactError
+from mlaprep.templates.arch import Arch
+from mlaprep.templates.errors import FieldProblem, SpecError
+from mlaprep.templates.render import KernelSource, render
+from mlaprep.templates.spec import KernelSpec, describe
+
+if TYPE_CHECKING:
+    import httpx
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT_S: Final = 10.0
+"""Seconds that one fetch may take in all: name look-up, every attempt, and the reply's last byte."""
+
+CONNECT_TIMEOUT_S: Final = 2.0
+COOL_DOWN_S: Final = 15.0
+"""Seconds for which a service that did not answer is not asked again."""
+
+MAX_COOL_DOWN_S: Final = 60.0
+MAX_REPLY_BYTES: Final = 16 * 2**20
+_ATTEMPTS: Final = 3
+_TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+_PATIENCE_S: Final = 1.0  # a service that asks for a longer pause is not retried
+_PROBLEM_TYPE: Final = "urn:mlaprep:problem:"
+_TOKEN: Final = re.compile(r"[\x21-\x7e]{1,4096}")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A verified kernel, and whether the service had it before it was asked."""
+
+    artifact: KernelArtifact
+    cached: bool
+
+
+class RestTransport:
+    """Fetches kernels from a service.
+
+    One fetch costs one round trip: a PUT that builds the kernel if the service lacks it. Where building
+    is not allowed it is a GET, which finds what is built. A service that is dead, hung or overloaded
+    costs ``timeout`` seconds at most, and is then left alone for a while.
+
+    Every reply is checked in full: the manifest must be for the spec and the architecture asked, the bytes
+    must match their digests and their key, and the code must be what this release generates for the spec,
+    so a service of another release cannot slip in an outdated kernel.
+
+    Args:
+        url: base address, ``http://`` or ``https://``.
+        token: bearer token, where the service asks for one.
+        timeout: seconds that one fetch may take in all.
+        transport: replaces the network, in tests.
+
+    Raises:
+        SpecError: a URL or token that cannot be used. It is not echoed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        transport: "httpx.BaseTransport | None" = None,
+    ) -> None:
+        self.url = _checked_url(url)
+        if token is not None and not (isinstance(token, str) and _TOKEN.fullmatch(token)):
+            raise SpecError(FieldProblem("token", describe(token), "printable ASCII without blanks"))
+        self.timeout = timeout
+        self._token = token
+        self._transport = transport
+        self.forget()
+        forget_when_forked(self)
+
+    def __repr__(self) -> str:
+        return f"RestTransport({self.url!r})"
+
+    def fetch(self, spec: KernelSpec, arch: Arch, build: bool = True) -> KernelArtifact:
+        """The verified kernel of ``spec`` for ``arch``; see :meth:`fetch_reply`."""
+        return self.fetch_reply(spec, arch, build).artifact
+
+    def fetch_reply(self, spec: KernelSpec, arch: Arch, build: bool = True) -> Reply:
+        """The verified kernel, and whether the service had it already.
+
+        Args:
+            build: whether the service may be asked to build what it lacks.
+
+        Raises:
+            ServiceUnreachable: no usable answer within the deadline, or none a moment ago.
+            ServiceRefused: a final answer that is not a kernel, 404 for one that is not built included.
+            ArtifactRejected: an answer that is not the kernel asked for.
+        """
+        pause = self._down_until - time.monotonic()
+        if pause > 0:
+            raise ServiceUnreachable(f"{self.url} gave no answer a moment ago; not asked again for {pause:.0f} s")
+        deadline = time.monotonic() + self.timeout
+        try:
+            reply = self._within(deadline, lambda: self._exchange(spec, arch, build, deadline))
+        except ServiceUnreachable as error:
+            self._down_until = time.monotonic() + min(max(error.retry_after, COOL_DOWN_S), MAX_COOL_DOWN_S)
+            raise
+        return reply
+
+    def document(self, path: str) -> Any:
+        """The parsed JSON of one GET, for listings and health. Raises as :meth:`fetch_reply` does."""
+        deadline = time.monotonic() + self.timeout
+        return self._within(deadline, lambda: _parsed(self._ask("GET", path, deadline)))
+
+    def close(self) -> None:
+        """Close connections; the transport opens new ones when it is used again."""
+        with self._lock:
+            http, self._http = self._http, None
+        if http is not None and self._transport is None:
+            http.close()
+
+    def forget(self) -> None:
+        """Drop connections and what is remembered of the service, without closing a parent's sockets."""
+        self._lock = threading.Lock()
+        self._http: httpx.Client | None = None
+        self._down_until = 0.0
+        self._read_only_until = 0.0
+
+    def _within(self, deadline: float, call: Callable[[], T]) -> T:
+        """``call`` in a thread of its own, left behind at the deadline.
+
+        Socket timeouts alone bound neither a name look-up nor a peer that sends one byte at a time.
+        """
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(call())
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        threading.Thread(target=run, name="mlaprep-fetch", daemon=True).start()
+        try:
+            return outcome.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            self.close()  # ends what the thread is still reading
+            raise ServiceUnreachable(
+                f"{self.url} gave no whole answer within {self.timeout:g} s; is it overloaded or behind a stuck proxy?"
+            ) from None
+
+    def _exchange(self, spec: KernelSpec, arch: Arch, build: bool, deadline: float) -> Reply:
+        path = f"/v1/kernels/{arch}/{spec.variant_id}"
+        reply = None
+        if build and time.monotonic() >= self._read_only_until:
+            try:
+                reply = self._ask("PUT", f"{path}?inline=true", deadline)
+            except ServiceRefused as error:
+                if error.status not in (401, 403):
+                    raise
+                self._read_only_until = time.monotonic() + MAX_COOL_DOWN_S
+        if reply is None:
+            reply = self._ask("GET", f"{path}?inline=true", deadline)
+        return self._verified(reply, spec, arch, path, deadline)
+
+    def _ask(self, method: str, path: str, deadline: float) -> bytes:
+        """The body of a 200 or 201, transient failures retried while time remains."""
+        import stamina
+
+        retries = stamina.retry_context(
+            on=_is_transient,
+            attempts=_ATTEMPTS,
+            timeout=max(0.001, deadline - time.monotonic()),
+            wait_initial=0.05,
+            wait_max=0.5,
+            wait_jitter=0.1,
+        )
+        for attempt in retries:
+            with attempt:
+                return self._ask_once(method, path, deadline)
+        raise AssertionError("stamina leaves its loop by an answer or an error")
+
+    def _ask_once(self, method: str, path: str, deadline: float) -> bytes:
+        import httpx
+
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise ServiceUnreachable(f"{self.url}: no time left to ask")
+        timeout = httpx.Timeout(left, connect=min(left, CONNECT_TIMEOUT_S))
+        try:
+            with self._client().stream(method, self.url + path, timeout=timeout) as response:
+                body = _read(response, deadline)
+        except httpx.TransportError as error:
+            found = _plain(str(error) or type(error).__name__)
+            raise ServiceUnreachable(f"{self.url} cannot be reached: {found}") from error
+        except RuntimeError as error:  # httpx, where another fetch met its deadline and closed the connections
+            raise ServiceUnreachable(f"{self.url}: the connection was closed") from error
+        if response.status_code in (200, 201):
+            return body
+        self._refuse(response, body)
+
+    def _client(self) -> "httpx.Client":
+        import httpx
+
+        with self._lock:
+            if self._http is None:
+                parts = urlsplit(self.url)
+                headers = {"accept": "application/json", "accept-encoding": "identity", "user-agent": "mlaprep"}
+                if self._token is not None:
+                    headers["authorization"] = f"Bearer {self._token}"
+                self._http = httpx.Client(
+                    headers=headers,
+                    transport=self._transport,
+                    verify=parts.scheme == "https",  # loading the trust store takes 20 ms
+                    trust_env=parts.hostname not in ("127.0.0.1", "localhost", "::1"),  # no proxy to loopback
+                )
+            return self._http
+
+    def _refuse(self, response: "httpx.Response", body: bytes) -> NoReturn:
+        status = response.status_code
+        problem = _problem(body)
+        told = ": ".join(_plain(problem[key]) for key in ("title", "detail") if isinstance(problem.get(key), str))
+        message = f"{self.url} answered {status}" + (f", {told}" if told else "")
+        kind = problem.get("type")
+        if status in _TRANSIENT and not (isinstance(kind, str) and kind.startswith(_PROBLEM_TYPE)):
+            raise ServiceUnreachable(message, retry_after=_retry_after(response))  # a proxy, not the service
+        raise ServiceRefused(
+            message + _ADVICE.get(status, ""),
+            status=status,
+            problem=_plain(kind).removeprefix(_PROBLEM_TYPE) if isinstance(kind, str) else "",
+            problems=tuple(_field_problems(problem)),
+            retry_after=_retry_after(response),
+        )
+
+    def _verified(self, body: bytes, spec: KernelSpec, arch: Arch, path: str, deadline: float) -> Reply:
+        envelope = _parsed(body)
+        manifest_document = envelope.get("manifest") if isinstance(envelope, dict) else None
+        encoded = envelope.get("cubin_base64") if isinstance(envelope, dict) else None
+        if not isinstance(manifest_document, dict) or not isinstance(encoded, str):
+            raise ArtifactRejected(f"{self.url} sent no manifest with its cubin; is it an mlaprep service?")
+        try:
+            manifest = Manifest.from_json(json.dumps(manifest_document, allow_nan=False))
+            cubin = base64.b64decode(encoded, validate=True)
+            expected = render(spec)
+            source = self._source(manifest, expected, envelope, path, deadline)
+            artifact = KernelArtifact(manifest, cubin, source)
+            artifact.verify(spec=spec.to_dict(), arch=str(arch))
+        except ArtifactError as error:
+            raise ArtifactRejected(f"{self.url} sent a wrong kernel: {error}", reason=error.reason) from error
+        except (binascii.Error, ValueError) as error:
+            raise ArtifactRejected(f"{self.url} sent a kernel that cannot be read: {_plain(str(error))}") from error
+        if manifest.launch != expected.launch:
+            raise ArtifactRejected(f"{self.url} sent other launch parameters; {_UPGRADE}", reason="launch")
+        return Reply(artifact, envelope.get("cached") is True)
+
+    def _source(
+        self, manifest: Manifest, expected: KernelSource, envelope: Mapping[str, Any], path: str, deadline: float
+    ) -> str:
+        """The text the service compiled, which must be this release's own, its head comment apart.
+
+        The comment names the jinja2 version, and that may differ between machines.
+        """
+        if manifest.source_sha256 == expected.sha256:
+            return expected.text
+        text = envelope.get("source")
+        if not isinstance(text, str):
+            text = self._ask("GET", f"{path}/source", deadline).decode()
+        if _code(text) != _code(expected.text):
+            raise ArtifactRejected(f"{self.url} generates this kernel from another source; {_UPGRADE}", reason="source")
+        return text
+
+
+_UPGRADE: Final = "bring service and worker to the same release of mlaprep"
+_ADVICE: Final[Mapping[int, str]] = {
+    401: "; set a token (MLAPREP_TOKEN)",
+    403: "; the token does not allow this",
+    404: "; the kernel is not built there, or this is not an mlaprep service",
+}
+
+
+def _checked_url(url: str) -> str:
+    allowed = "http://host:port or https://host:port, without user, query or fragment"
+    try:
+        parts = urlsplit(url)
+        good = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and not (parts.username or parts.password or parts.query or parts.fragment)
+            and url.isascii()
+            and url.isprintable()
+            and " " not in url
+        )
+    except (ValueError, TypeError, AttributeError):
+        good = False
+    if not good:
+        raise SpecError(FieldProblem("url", describe(url), allowed))
+    return url.rstrip("/")
+
+
+def _read(response: "httpx.Response", deadline: float) -> bytes:
+    if response.headers.get("content-encoding", "identity") != "identity":
+        raise ArtifactRejected("the service sent a compressed reply that was not asked for")
+    chunks, size = [], 0
+    for chunk in response.iter_raw():
+        size += len(chunk)
+        if size > MAX_REPLY_BYTES:
+            raise ArtifactRejected(f"the service sent more than {MAX_REPLY_BYTES} bytes for one kernel")
+        if time.monotonic() > deadline:
+            raise ServiceUnreachable("the service sent its reply too slowly")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _parsed(body: bytes) -> Any:
+    """Strict JSON: no duplicate names, no NaN."""
+
+    def refuse_constant(_: str) -> None:
+        raise ValueError("a number that is not finite")
+
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        members = dict(pairs)
+        if len(members) != len(pairs):
+            raise ValueError("a name that stands twice")
+        return members
+
+    try:
+        return json.loads(body, parse_constant=refuse_constant, object_pairs_hook=refuse_duplicates)
+    except (ValueError, RecursionError):
+        raise ArtifactRejected("the service sent a reply that is not JSON; is a proxy in between?") from None
+
+
+def _problem(body: bytes) -> Mapping[str, Any]:
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _field_problems(problem: Mapping[str, Any]) -> Iterator[FieldProblem]:
+    entries = problem.get("problems")
+    for entry in entries[:32] if isinstance(entries, list) else ():
+        words = [entry.get(key) for key in ("field", "found", "allowed")] if isinstance(entry, dict) else []
+        if words and all(isinstance(word, str) for word in words):
+            yield FieldProblem(*(_plain(word) for word in words))
+
+
+def _is_transient(error: Exception) -> bool:
+    if isinstance(error, ServiceRefused) and error.status not in _TRANSIENT:
+        return False
+    return isinstance(error, ServiceError) and error.retry_after <= _PATIENCE_S
+
+
+def _retry_after(response: "httpx.Response") -> float:
+    text = response.headers.get("retry-after", "")
+    return float(text) if re.fullmatch(r"[0-9]{1,6}", text) else 0.0
+
+
+def _plain(text: str) -> str:
+    """A peer's words, made fit for a log line or a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text[:500])
+
+
+def _code(text: str) -> str:
+    """A source without its head comment."""
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if not line.startswith("//")), len(lines))
+    return "\n".join(lines[start:])
