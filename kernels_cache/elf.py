@@ -1,0 +1,118 @@
+"""Cubin: the ELF file that the CUDA driver loads, checked before a driver sees it."""
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+from mlaprep.kernels_cache.errors import ArtifactError
+from mlaprep.kernels_cache.key import is_arch
+
+MACHINE_CUDA: Final = 190
+MAX_CUBIN_BYTES: Final = 16 * 2**20
+
+# e_version and e_entry are skipped: the first holds a toolkit's mark in CUDA files, not 1.
+_HEADER: Final = struct.Struct("<4sBBBxB7xHH12xQQIHHHHHH")
+_PROGRAM: Final = struct.Struct("<IIQQQQQQ")
+_SECTION: Final = struct.Struct("<IIQQQQIIQQ")
+_EXECUTABLE: Final = 2
+_SECTIONS_WITHOUT_BYTES: Final = (0, 8)  # SHT_NULL, SHT_NOBITS
+
+
+@dataclass(frozen=True, slots=True)
+class _Elf:
+    abi: int
+    flags: int
+    program_table: int
+    program_table_end: int
+    section_table: int
+    section_table_end: int
+
+
+def check_cubin(cubin: bytes, arch: str) -> None:
+    """Refuse bytes that are not a whole cubin for this architecture, such as ``sm_90a``.
+
+    An ``f`` cubin and the plain one of the same capability look alike here (measured with NVRTC 12.9),
+    so the manifest must tell those apart.
+
+    Raises:
+        ArtifactError: not a 64-bit little-endian ELF, not for CUDA, for another architecture, or one whose
+            headers, sections and segments do not end exactly at its last byte.
+    """
+    elf = _read_header(cubin)
+    _check_extent(cubin, elf)
+    number, accelerated = _target(elf)
+    if not is_arch(arch):
+        raise ArtifactError("wrong-arch", "asked for an architecture that is not spelled like sm_90a")
+    if (number, accelerated) != (int(arch[3:].rstrip("af")), arch.endswith("a")):
+        found = f"sm_{number}{'a' if accelerated else ''}"
+        raise ArtifactError("wrong-arch", f"a cubin for {arch} was asked for, this one is for {found}")
+
+
+def complete_cubin(cubin: bytes) -> bytes:
+    """A cubin as CuPy hands it out, made whole.
+
+    CuPy 14.2 drops the last byte of a cubin as if it ended a string. That byte is the top of the last
+    program header's alignment, which is zero. A cubin that is whole already comes back as it is.
+
+    Raises:
+        ArtifactError: any other kind of incomplete cubin, or bytes that are none.
+    """
+    elf = _read_header(cubin)
+    if elf.program_table_end == len(cubin) + 1:
+        cubin += b"\0"
+    _check_extent(cubin, elf)
+    return cubin
+
+
+def _read_header(cubin: bytes) -> _Elf:
+    if len(cubin) < _HEADER.size or cubin[:4] != b"\x7fELF":
+        raise ArtifactError("not-elf", f"{len(cubin)} bytes that are no ELF file")
+    if len(cubin) > MAX_CUBIN_BYTES:
+        raise ArtifactError("malformed-elf", f"a cubin of {len(cubin)} bytes; the limit is {MAX_CUBIN_BYTES}")
+    fields = _HEADER.unpack_from(cubin)
+    _, bits, order, version, abi, kind, machine, program_table, section_table, flags = fields[:10]
+    size, program_size, programs, section_size, sections, names = fields[10:]
+    if (bits, order, version) != (2, 1, 1):
+        raise ArtifactError("malformed-elf", "an ELF file that is not 64-bit little-endian")
+    if machine != MACHINE_CUDA:
+        raise ArtifactError("wrong-machine", f"an ELF file for machine {machine}; a cubin has {MACHINE_CUDA}")
+    good_sizes = (size, program_size, section_size) == (_HEADER.size, _PROGRAM.size, _SECTION.size)
+    if kind != _EXECUTABLE or not good_sizes or not programs or names >= sections:
+        raise ArtifactError("malformed-elf", "a CUDA ELF file that is not an executable with both header tables")
+    return _Elf(
+        abi=abi,
+        flags=flags,
+        program_table=program_table,
+        program_table_end=program_table + programs * _PROGRAM.size,
+        section_table=section_table,
+        section_table_end=section_table + sections * _SECTION.size,
+    )
+
+
+def _check_extent(cubin: bytes, elf: _Elf) -> None:
+    """Everything the headers speak of lies inside, and something reaches the last byte."""
+    ends = [elf.program_table_end, elf.section_table_end]
+    if max(ends) <= len(cubin):
+        programs = cubin[elf.program_table : elf.program_table_end]
+        for _, _, offset, _, _, file_size, _, _ in _PROGRAM.iter_unpack(programs):
+            ends.append(offset + file_size)
+        sections = cubin[elf.section_table : elf.section_table_end]
+        for _, kind, _, _, offset, size, *_ in _SECTION.iter_unpack(sections):
+            if kind not in _SECTIONS_WITHOUT_BYTES:
+                ends.append(offset + size)
+    if max(ends) > len(cubin):
+        raise ArtifactError("truncated", f"a cubin of {len(cubin)} bytes whose tables reach to {max(ends)}")
+    if max(ends) < len(cubin):
+        raise ArtifactError("trailing-bytes", f"a cubin that ends at {max(ends)} with {len(cubin)} bytes")
+
+
+def _target(elf: _Elf) -> tuple[int, bool]:
+    """Compute capability times ten, and whether the code is architecture-specific (the ``a`` suffix).
+
+    Two encodings are met: NVRTC 12.9 writes ABI 7 up to sm_90 and ABI 8 from sm_100 on.
+    """
+    if elf.abi == 7:
+        return elf.flags & 0xFF, bool(elf.flags & 0x800)
+    if elf.abi == 8:
+        return elf.flags >> 8 & 0xFF, bool(elf.flags & 0x8)
+    raise ArtifactError("unknown-abi", f"a cubin of ELF ABI version {elf.abi}; this release reads 7 and 8")

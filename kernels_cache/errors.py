@@ -1,0 +1,39 @@
+"""Errors of the kernel cache, a tree of its own because this package stands alone.
+
+::
+
+    CacheError
+    ├── ArtifactError (also ValueError)  a kernel, cubin or manifest that is damaged or not what was asked
+    └── StoreError                       a store that cannot be opened or a question it cannot answer
+        └── AmbiguousKeyError            a key prefix that more than one entry shares
+
+A store raises none of them for damage or for a failing disk: those are misses and counters.
+"""
+
+
+class CacheError(Exception):
+    """Base of every error that the kernel cache raises on purpose."""
+
+
+class ArtifactError(CacheError, ValueError):
+    """An artifact that must not be used: damaged, incomplete, or for something else than was asked.
+
+    ``reason`` is a short slug for metrics and tests, e.g. ``wrong-arch`` or ``cubin-digest``.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
+class StoreError(CacheError):
+    """A store that cannot be used as asked; the message names the place and what to change."""
+
+
+class AmbiguousKeyError(StoreError):
+    """A key prefix that several entries share; the first match is never guessed."""
+
+    def __init__(self, prefix: str, keys: int) -> None:
+        self.prefix = prefix
+        self.keys = keys
+        super().__init__(f"key prefix {prefix} fits {keys} entries; give more digits")
