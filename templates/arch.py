@@ -34,6 +34,13 @@ class Arch:
         """Programmatic dependent launch came with compute capability 9.0."""
         return self.capability[0] >= 9
 
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether code for this target is valid on a device: ``a`` on its own capability only, the
+        others on later minors of the same major too."""
+        if self.name.endswith("a"):
+            return capability == self.capability
+        return capability[0] == self.capability[0] and capability[1] >= self.capability[1]
+
     @classmethod
     def for_device(cls, capability: tuple[int, int]) -> Self | None:
         """The target a device of this capability gets by itself, or None where there is none.
