@@ -1,0 +1,107 @@
+"""Documents that drift from the code fail the build."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def documents(root: Path) -> list[Path]:
+    return [
+        *sorted(root.glob("*.md")),
+        *sorted((root / "docs").rglob("*.md")),
+        *sorted((root / "examples").glob("*.md")),
+    ]
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that a forge makes of a document's headings."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(text: str) -> Iterator[str]:
+    plain = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    yield from re.findall(r"\]\(([^)\s]+)\)", plain)
+
+
+def test_every_relative_link_leads_somewhere(root: Path) -> None:
+    dead = []
+    for document in documents(root):
+        for link in links(document.read_text()):
+            if "://" in link or link.startswith("mailto:"):
+                continue
+            path, _, anchor = link.partition("#")
+            target = (document.parent / path).resolve() if path else document
+            if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+                dead.append(f"{document.relative_to(root)}: {link}")
+    assert not dead, "\n".join(dead)
+
+
+def test_every_page_is_in_the_index(root: Path) -> None:
+    listed = {link.partition("#")[0] for link in links((root / "docs" / "index.md").read_text())}
+    pages = {page.relative_to(root / "docs").as_posix() for page in (root / "docs").rglob("*.md")} - {"index.md"}
+    assert pages <= listed
+
+
+def test_make_targets_in_documents_exist(root: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.MULTILINE))
+    assert {"setup", "demo", "test", "check", "serve", "bench"} <= targets
+    for document in documents(root):
+        named = set(re.findall(r"(?:^|`)make ([a-z-]+)", document.read_text(), re.MULTILINE))
+        assert named <= targets, document.name
+
+
+def test_readme_names_the_two_commands(root: Path) -> None:
+    text = (root / "README.md").read_text()
+    assert "make demo" in text
+    assert "make test" in text
+
+
+def test_commands_in_documents_exist(root: Path) -> None:
+    import typer.main
+
+    from mlaprep.clients.cli import app
+
+    commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    for document in documents(root):
+        named = set(re.findall(r"(?:^\$ |^|`)mlaprep ([a-z]+)\b", document.read_text(), re.MULTILINE))
+        assert named <= commands, document.name
+
+
+def test_settings_in_code_are_documented(root: Path) -> None:
+    code = "".join(
+        path.read_text()
+        for room in ("templates", "kernels_cache", "service", "clients")
+        for path in (root / room).rglob("*.py")
+    )
+    read = set(re.findall(r"\bMLAPREP_[A-Z][A-Z_]+[A-Z]\b", code))
+    documented = set(re.findall(r"\bMLAPREP_[A-Z][A-Z_]+[A-Z]\b", (root / "docs" / "settings.md").read_text()))
+    assert read <= documented
+
+
+def test_problem_types_and_errors_are_documented(root: Path) -> None:
+    page = (root / "docs" / "errors.md").read_text()
+    code = [
+        path.read_text()
+        for room in ("service", "clients", "kernels_cache", "templates")
+        for path in (root / room).rglob("*.py")
+    ]
+    classes = {
+        name
+        for text in code
+        for name in re.findall(
+            r"^class (\w+(?:Error|Rejected|Unavailable|NotReady|Failed|Timeout|Crashed|Full))\b", text, re.MULTILINE
+        )
+    }
+    assert {name for name in classes if name not in page} == set()
+
+
+@pytest.mark.parametrize("page", ["cli.md", "settings.md"])
+def test_generated_pages_are_current(root: Path, page: str) -> None:
+    command = [sys.executable, str(root / "docs" / "generate.py"), "--print", page]
+    written = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert (root / "docs" / page).read_text() == written, "run make docs"
