@@ -71,6 +71,11 @@ class RestTransport:
         SpecError: a URL or token that cannot be used. It is not echoed.
     """
 
+    _lock: threading.Lock
+    _http: "httpx.Client | None"
+    _down_until: float
+    _read_only_until: float
+
     def __init__(
         self,
         url: str,
@@ -80,7 +85,7 @@ class RestTransport:
         transport: "httpx.BaseTransport | None" = None,
     ) -> None:
         self.url = _checked_url(url)
-        if token is not None and not (isinstance(token, str) and _TOKEN.fullmatch(token)):
+        if token is not None and not _TOKEN.fullmatch(token):
             raise SpecError(FieldProblem("token", describe(token), "printable ASCII without blanks"))
         self.timeout = timeout
         self._token = token
@@ -90,6 +95,14 @@ class RestTransport:
 
     def __repr__(self) -> str:
         return f"RestTransport({self.url!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("url", "timeout", "_token", "_transport")}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.forget()
+        forget_when_forked(self)
 
     def fetch(self, spec: KernelSpec, arch: Arch, build: bool = True) -> KernelArtifact:
         """The verified kernel of ``spec`` for ``arch``; see :meth:`fetch_reply`."""
@@ -132,7 +145,7 @@ class RestTransport:
     def forget(self) -> None:
         """Drop connections and what is remembered of the service, without closing a parent's sockets."""
         self._lock = threading.Lock()
-        self._http: httpx.Client | None = None
+        self._http = None
         self._down_until = 0.0
         self._read_only_until = 0.0
 
@@ -248,7 +261,7 @@ class RestTransport:
         if not isinstance(manifest_document, dict) or not isinstance(encoded, str):
             raise ArtifactRejected(f"{self.url} sent no manifest with its cubin; is it an mlaprep service?")
         try:
-            manifest = Manifest.from_json(json.dumps(manifest_document, allow_nan=False))
+            manifest = Manifest.from_dict(manifest_document)
             cubin = base64.b64decode(encoded, validate=True)
             expected = render(spec)
             source = self._source(manifest, expected, envelope, path, deadline)
@@ -352,7 +365,7 @@ def _field_problems(problem: Mapping[str, Any]) -> Iterator[FieldProblem]:
     for entry in entries[:32] if isinstance(entries, list) else ():
         words = [entry.get(key) for key in ("field", "found", "allowed")] if isinstance(entry, dict) else []
         if words and all(isinstance(word, str) for word in words):
-            yield FieldProblem(*(_plain(word) for word in words))
+            yield FieldProblem(*(_plain(str(word)) for word in words))
 
 
 def _is_transient(error: Exception) -> bool:
