@@ -6,20 +6,13 @@ options alone, never on values.
 """
 
 import functools
-import logging
 import os
 from typing import TYPE_CHECKING, Final
 
-from mlaprep.clients.errors import (
-    ArtifactRejected,
-    DriverError,
-    KernelNotReady,
-    KernelUnavailable,
-    ServiceError,
-    SpecError,
-)
+from mlaprep.clients.errors import NotCovered
 from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
 from mlaprep.clients.reference import prepare_chain
+from mlaprep.templates.errors import SpecError
 from mlaprep.templates.spec import KernelSpec, parse_variant_id
 
 if TYPE_CHECKING:
@@ -27,8 +20,6 @@ if TYPE_CHECKING:
 
     from mlaprep.clients.client import KernelClient
     from mlaprep.clients.handle import KernelHandle
-
-_log = logging.getLogger(__name__)
 
 _DTYPE: Final = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -70,14 +61,25 @@ def fused_prepare(
     if operands.device.type != "cuda":
         return None
     spec = _spec(operands, reserved_slot is not None, dcp_world, dcp_interleave)
-    handle = None if spec is None else _handle(client or default_client(), spec, operands.device.index or 0)
+    handle = None if spec is None else (client or default_client()).serving_handle(spec, operands.device.index or 0)
     if handle is None:
         return None
-    scales = {"q_scale_inv": q_scale_inv, "kv_scale_inv": kv_scale_inv}
-    slots = {"dcp_rank": dcp_rank, "reserved_slot": reserved_slot}
-    if not handle.covers(q_nope, q_rope, k_nope, k_rope, kv_cache, loc, out=out, **scales, **slots):
+    try:
+        return handle(
+            q_nope,
+            q_rope,
+            k_nope,
+            k_rope,
+            kv_cache,
+            loc,
+            q_scale_inv=q_scale_inv,
+            kv_scale_inv=kv_scale_inv,
+            out=out,
+            dcp_rank=dcp_rank,
+            reserved_slot=reserved_slot,
+        )
+    except NotCovered:
         return None
-    return handle(q_nope, q_rope, k_nope, k_rope, kv_cache, loc, out=out, **scales, **slots)
 
 
 def prepare(
@@ -108,18 +110,38 @@ def prepare(
         TypeError, ValueError: arguments that nothing could take; the argument is named.
         KernelNotReady: the kernel is not loaded on the device and its stream is being captured.
     """
-    options = {
-        "q_scale_inv": q_scale_inv,
-        "kv_scale_inv": kv_scale_inv,
-        "reserved_slot": reserved_slot,
-        "dcp_world": dcp_world,
-        "dcp_rank": dcp_rank,
-        "dcp_interleave": dcp_interleave,
-        "out": out,
-    }
-    query = fused_prepare(q_nope, q_rope, k_nope, k_rope, kv_cache, loc, client=client, **options)
+    query = fused_prepare(
+        q_nope,
+        q_rope,
+        k_nope,
+        k_rope,
+        kv_cache,
+        loc,
+        q_scale_inv=q_scale_inv,
+        kv_scale_inv=kv_scale_inv,
+        reserved_slot=reserved_slot,
+        dcp_world=dcp_world,
+        dcp_rank=dcp_rank,
+        dcp_interleave=dcp_interleave,
+        out=out,
+        client=client,
+    )
     if query is None:
-        query = prepare_chain(q_nope, q_rope, k_nope, k_rope, kv_cache, loc, **options)
+        query = prepare_chain(
+            q_nope,
+            q_rope,
+            k_nope,
+            k_rope,
+            kv_cache,
+            loc,
+            q_scale_inv=q_scale_inv,
+            kv_scale_inv=kv_scale_inv,
+            reserved_slot=reserved_slot,
+            dcp_world=dcp_world,
+            dcp_rank=dcp_rank,
+            dcp_interleave=dcp_interleave,
+            out=out,
+        )
     assert query is not None
     return query
 
@@ -192,26 +214,3 @@ def _cached_spec(
             "out_head_stride": "dynamic" if strided_out else None,
         }
     )
-
-
-_absent: dict[tuple[int, KernelSpec, int], None] = {}
-
-
-def _handle(client: "KernelClient", spec: KernelSpec, device: int) -> "KernelHandle | None":
-    """The handle loaded on a device; None, remembered, where no tier has or makes the kernel."""
-    handle = client.loaded(spec, device)
-    if handle is not None or (id(client), spec, device) in _absent:
-        return handle
-    import torch
-
-    if torch.cuda.is_current_stream_capturing():
-        raise KernelNotReady(
-            f"asked for {spec.variant_id} on device {device} for the first time while its stream is being captured; "
-            "load it before the capture: client.load(spec, device=...)"
-        )
-    try:
-        return client.load(spec, device=device)
-    except (KernelUnavailable, ServiceError, ArtifactRejected, DriverError) as error:
-        _absent[id(client), spec, device] = None
-        _log.warning("taking the unfused chain from now on: %s", error)
-        return None

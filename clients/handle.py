@@ -241,7 +241,7 @@ class KernelHandle:
             ("reserved_slot", reserved_slot is not None, spec.reserved_slot),
         ):
             if given != made:
-                return f"{name} {'given' if given else 'absent'}, the kernel was made {'with' if made else 'without'} it"
+                return f"{name} {'given' if given else 'absent'}, unlike in the spec the kernel was made for"
         return self._uncovered_slots(operands) or self._uncovered_memory(operands)
 
     def _uncovered_slots(self, operands: Operands) -> str | None:

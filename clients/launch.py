@@ -101,7 +101,8 @@ class CudaDriver:
             self._cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise DriverError(
-                "asked to use a GPU, but libcuda.so.1 cannot be loaded; install the NVIDIA driver, or use the unfused chain"
+                "asked to use a GPU, but libcuda.so.1 cannot be loaded; "
+                "install the NVIDIA driver, or use the unfused chain"
             ) from error
         self._check(self._cuda.cuInit(0), "initialise the CUDA driver")
         self._contexts: dict[int, int] = {}
@@ -122,7 +123,9 @@ class CudaDriver:
             self._check(self._cuda.cuCtxPushCurrent_v2(ctypes.c_void_p(context)), "enter the device's context")
             try:
                 image = ctypes.create_string_buffer(cubin, len(cubin))
-                self._check(self._cuda.cuModuleLoadData(ctypes.byref(module), image), f"load a cubin on device {device}")
+                self._check(
+                    self._cuda.cuModuleLoadData(ctypes.byref(module), image), f"load a cubin on device {device}"
+                )
                 self._check(
                     self._cuda.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()),
                     f"find the kernel {entry}",
@@ -147,7 +150,9 @@ class CudaDriver:
         status = ctypes.c_int()
         stream = ctypes.c_void_p(self.current_stream(device))
         # The legacy stream is resolved in the current context, so ask in the device's own.
-        self._check(self._cuda.cuCtxPushCurrent_v2(ctypes.c_void_p(self._context(device))), "enter the device's context")
+        self._check(
+            self._cuda.cuCtxPushCurrent_v2(ctypes.c_void_p(self._context(device))), "enter the device's context"
+        )
         try:
             result = self._cuda.cuStreamIsCapturing(stream, ctypes.byref(status))
         finally:
@@ -274,4 +279,3 @@ def argument_layout(parameters: Sequence[tuple[str, str]]) -> tuple[struct.Struc
         offsets.append(offset + pad)
         offset += pad + size
     return struct.Struct(code), tuple(offsets)
-

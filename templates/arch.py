@@ -19,7 +19,9 @@ class Arch:
 
     def __post_init__(self) -> None:
         if type(self.name) is not str or self.name not in _CAPABILITIES:
-            raise SpecError(FieldProblem("arch", "an architecture that is not known", "one of " + ", ".join(_CAPABILITIES)))
+            raise SpecError(
+                FieldProblem("arch", "an architecture that is not known", "one of " + ", ".join(_CAPABILITIES))
+            )
 
     def __str__(self) -> str:
         return self.name
