@@ -1,0 +1,192 @@
+"""Rendered sources: deterministic, self-contained, named after their spec."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jinja2
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlaprep.templates import render as render_module
+from mlaprep.templates.arch import ARCHS, DEFAULT_ARCHS, Arch
+from mlaprep.templates.errors import SpecError
+from mlaprep.templates.presets import PRESETS, preset
+from mlaprep.templates.render import check_target, render, templates_fingerprint
+from mlaprep.templates.signature import kernel_parameters
+from mlaprep.templates.spec import KernelSpec
+
+TEMPLATES = Path(render_module.__file__).parent
+
+
+def test_the_head_comment_names_the_spec() -> None:
+    spec = KernelSpec(num_heads=12, dcp_world=4, dcp_interleave=64, cache_row_stride=640)
+    head = render(spec).text.split("\n\n")[0]
+    assert spec.variant_id in head.splitlines()[0]
+    shown = " ".join(line.removeprefix("//").strip() for line in head.splitlines())
+    for name, value in spec.to_dict().items():
+        assert f"{name} {str(value).lower()}" in shown
+
+
+def test_a_source_includes_nothing_and_holds_no_undefined_text() -> None:
+    for heads, fields in ((1, {"rope_dim": 0, "write_kv": False}), (128, {"q_scale": "scalar", "reserved_slot": True})):
+        text = render(KernelSpec.from_dict({"num_heads": heads, **fields})).text
+        assert "#include" not in text
+        assert not re.search(r"\{\{|\}\}(?!;)|\{%", text.replace("{{", "{{"))
+        assert "None" not in text
+        assert "Undefined" not in text
+        assert max(map(len, text.splitlines())) <= 130
+
+
+def test_no_read_takes_the_non_coherent_path_and_order_is_wait_then_release() -> None:
+    text = render(KernelSpec(num_heads=12)).text
+    code = "\n".join(line.split("//")[0] for line in text.splitlines())
+    assert "ld.global.nc" not in code
+    assert "__restrict__" not in code
+    body = code[code.index('extern "C"') :]
+    assert body.index("wait_for_predecessors") < body.index("load_words4") < body.index("release_dependents")
+    without = render(KernelSpec(num_heads=12, pdl=False)).text
+    assert "griddepcontrol" not in without
+
+
+def test_the_parameter_list_is_the_signature() -> None:
+    spec = KernelSpec(num_heads=12, reserved_slot=True, dcp_world=2, q_scale="scalar", cache_row_stride=576)
+    text = render(spec).text
+    declared = re.search(r"mla_prepare\((.*?)\)\s*\{", text, re.DOTALL)
+    assert declared
+    names = [line.split()[-1] for line in declared[1].replace("\n", " ").split(",")]
+    assert names == [parameter.name for parameter in kernel_parameters(spec)]
+    assert [tuple(entry) for entry in render(spec).launch["parameters"]] == [
+        (parameter.name, parameter.type) for parameter in kernel_parameters(spec)
+    ]
+    assert json.loads(json.dumps(render(spec).launch)) == render(spec).launch
+    assert "cache_row_stride" not in names
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 256), st.integers(1, 64), st.integers(0, 16))
+def test_rendering_twice_gives_one_text(heads: int, rank: int, rope: int) -> None:
+    spec = KernelSpec(num_heads=heads, kv_lora_rank=16 * rank, rope_dim=8 * rope)
+    first = render(spec)
+    render.cache_clear()
+    assert render(spec).text == first.text
+    assert render(spec).sha256 == first.sha256
+
+
+def test_B036_sources_do_not_depend_on_hash_seed_or_field_order() -> None:
+    program = (
+        "import hashlib, json, sys\n"
+        "from mlaprep.templates.render import render\n"
+        "from mlaprep.templates.spec import KernelSpec\n"
+        "digest = hashlib.sha256()\n"
+        "for heads in range(1, 201):\n"
+        "    fields = {'num_heads': heads, 'pdl': heads % 2 == 0, 'loc_dtype': 'i32', 'rope_dim': 64}\n"
+        "    items = sorted(fields.items(), key=lambda item: hash(item[0]))\n"
+        "    digest.update(render(KernelSpec.from_dict(dict(items))).text.encode())\n"
+        "print(digest.hexdigest())\n"
+    )
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("0", "1", "random")
+    }
+    assert len(seen) == 1
+
+
+def test_B035_a_changed_template_or_jinja2_version_changes_every_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = KernelSpec(num_heads=12)
+    before, fingerprint = render(spec).text, templates_fingerprint()
+    files = {path.name: path.read_text() for path in TEMPLATES.glob("*.j2")}
+    assert len(files) >= 4
+    caches = (render, templates_fingerprint, render_module._environment)
+
+    def again() -> str:
+        for cache in caches:
+            cache.cache_clear()
+        return render(spec).text
+
+    texts = {before}
+    try:
+        for name, text in files.items():
+            changed = files | {name: text.replace("// ", "//  ", 1) if "// " in text else text + "\n"}
+            monkeypatch.setattr(render_module, "_template_files", lambda changed=changed: changed)
+            texts.add(again())
+            assert templates_fingerprint() != fingerprint
+        monkeypatch.setattr(render_module, "_template_files", lambda: files)
+        monkeypatch.setattr(jinja2, "__version__", "0.0.test")
+        texts.add(again())
+    finally:
+        monkeypatch.undo()
+    assert again() == before
+    assert len(texts) == 1 + len(files) + 1
+
+
+def test_B054_no_caller_text_reaches_a_source() -> None:
+    for value in ('bf16\n#include "/etc/passwd"\n', "{{7*7}}", "bf16\0x"):
+        for field in ("dtype", "layout", "rope", "loc_dtype", "cache_row_stride"):
+            with pytest.raises(SpecError):
+                render(KernelSpec.from_dict({"num_heads": 12, field: value}))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_divides_at_every_degree(name: str) -> None:
+    model = preset(name)
+    for tp in model.tp_degrees:
+        assert model.num_heads % tp == 0
+        if model.layout == "fp8":
+            spec = model.spec(tp)
+            assert spec.num_heads == model.num_heads // tp
+            assert (spec.kv_lora_rank, spec.rope_dim, spec.rope) == (model.kv_lora_rank, model.rope_dim, "none")
+            assert render(spec).text
+    for tp in (0, 3, True, "8", 1000):
+        with pytest.raises(SpecError, match="tp"):
+            model.spec(tp)  # type: ignore[arg-type]
+
+
+def test_an_unknown_preset_gets_the_nearest_names() -> None:
+    with pytest.raises(SpecError, match=r"kimi-k3|kimi-k2"):
+        preset("kimi-k")
+    with pytest.raises(SpecError, match="deepseek-v3"):
+        preset("")
+
+
+def test_B044_unknown_architectures_are_refused_with_the_known_ones() -> None:
+    for name in ("sm_70", "sm_80", "sm_110a", "sm_123", "sm_90b", "90a", "sm_0", "sm_90a ", "SM_90A", "", None, 90):
+        with pytest.raises(SpecError, match="sm_103a"):
+            Arch(name)  # type: ignore[arg-type]
+
+
+def test_B045_a_device_maps_to_a_target_exactly_or_to_none() -> None:
+    mapped = {
+        capability: Arch.for_device(capability)
+        for capability in [(9, 0), (10, 0), (10, 3), (12, 0), (12, 1), (8, 9), (11, 0), (8, 0), (10, 1)]
+    }
+    assert {capability: str(arch) for capability, arch in mapped.items() if arch} == {
+        (9, 0): "sm_90a",
+        (10, 0): "sm_100a",
+        (10, 3): "sm_103a",
+        (12, 0): "sm_120a",
+    }
+    assert not Arch("sm_120a").runs_on((12, 1))
+    assert Arch("sm_120f").runs_on((12, 1))
+    assert Arch("sm_100f").runs_on((10, 3))
+    assert not Arch("sm_103f").runs_on((10, 0))
+    assert not Arch("sm_90a").runs_on((10, 0))
+    assert all(arch.runs_on(arch.capability) for arch in ARCHS)
+    assert set(DEFAULT_ARCHS) == {arch for arch in mapped.values() if arch}
+
+
+def test_pdl_needs_an_architecture_that_has_it() -> None:
+    with pytest.raises(SpecError, match="pdl"):
+        check_target(KernelSpec(num_heads=12), Arch("sm_89"))
+    check_target(KernelSpec(num_heads=12, pdl=False), Arch("sm_89"))
+    check_target(KernelSpec(num_heads=12), Arch("sm_90"))
