@@ -1,0 +1,31 @@
+"""The examples run as their first lines say."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    # Not a cache of an earlier test: the second run of an example must find what its first run left.
+    environ = os.environ | {"MLAPREP_CACHE_DIR": str(cwd / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, *command], cwd=cwd, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_demo_goes_the_whole_way(root: Path, tmp_path: Path) -> None:
+    shown = run(root / "examples" / "demo.py", cwd=tmp_path)
+    for words in ("24/24", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "as its manifest says", "Try next:"):
+        assert words in shown
+    assert not list(tmp_path.iterdir()), "the demo left something behind"
+
+
+def test_worker_takes_the_chain_without_a_gpu(root: Path, tmp_path: Path) -> None:
+    assert "3 steps of 4 layers on cpu" in run(root / "examples" / "worker.py", cwd=tmp_path)
+
+
+def test_warm_cache_compiles_once(root: Path, tmp_path: Path) -> None:
+    script = root / "examples" / "warm_cache.py"
+    assert "20 kernels, 20 of them compiled now" in run(script, "kernels", "kimi-k3", cwd=tmp_path)
+    assert "20 kernels, 0 of them compiled now" in run(script, "kernels", "kimi-k3", cwd=tmp_path)
