@@ -20,7 +20,7 @@ inputs := $(shell cat pyproject.toml requirements.lock | sha256sum | cut -c1-16)
 runtime := $(VENV)/.runtime-$(inputs)
 develop := $(VENV)/.develop-$(inputs)
 
-.PHONY: help setup setup-dev demo test check serve bench lock clean
+.PHONY: help setup setup-dev demo test check serve bench docs lock clean
 
 help:
 	@sed -n '1,5s/^# \{0,1\}//p' Makefile
@@ -62,6 +62,9 @@ test: $(develop)
 
 bench: $(develop)
 	@$(bin)/python benchmarks/bench_prepare.py $(ARGS)
+
+docs: $(develop)
+	@$(bin)/python docs/generate.py
 
 lock: | $(bin)/python
 	@$(bin)/python deploy/lock.py

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 
 def documents(root: Path) -> list[Path]:
     return [
@@ -100,8 +98,7 @@ def test_problem_types_and_errors_are_documented(root: Path) -> None:
     assert {name for name in classes if name not in page} == set()
 
 
-@pytest.mark.parametrize("page", ["cli.md", "settings.md"])
-def test_generated_pages_are_current(root: Path, page: str) -> None:
-    command = [sys.executable, str(root / "docs" / "generate.py"), "--print", page]
-    written = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert (root / "docs" / page).read_text() == written, "run make docs"
+def test_generated_parts_are_current(root: Path) -> None:
+    command = [sys.executable, str(root / "docs" / "generate.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
