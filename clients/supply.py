@@ -1,0 +1,276 @@
+"""KernelSupply: a kernel from the nearest place that has it: process memory, local store, service, a compile here."""
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+
+from mlaprep.clients.errors import ArtifactRejected, KernelUnavailable, MlaprepError, ServiceError
+from mlaprep.clients.rest import RestTransport
+from mlaprep.kernels_cache.artifact import KernelArtifact
+from mlaprep.kernels_cache.errors import ArtifactError
+from mlaprep.kernels_cache.key import request_key
+from mlaprep.kernels_cache.store import KernelStore
+from mlaprep.templates.arch import Arch
+from mlaprep.templates.errors import SpecError
+from mlaprep.templates.render import check_target, templates_fingerprint
+from mlaprep.templates.spec import KernelSpec
+
+Tier = Literal["memory", "disk", "service", "compiled"]
+
+MEMORY_ARTIFACTS: Final = 512
+LOCK_TIMEOUT_S: Final = 40.0
+"""Seconds for which another process that brings the same kernel is waited for: a service's deadline and a compile."""
+
+_log: Final = logging.getLogger(__name__)
+
+
+class Built(Protocol):
+    @property
+    def artifact(self) -> KernelArtifact: ...
+    @property
+    def cached(self) -> bool: ...
+
+
+class KernelBuilder(Protocol):
+    """What compiles on this machine; :class:`mlaprep.service.builder.Builder` does."""
+
+    def get_or_compile(self, spec: KernelSpec, arch: Arch) -> Built: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Obtained:
+    """A verified kernel and where it came from.
+
+    ``cached`` is false where it had to be compiled for this call, here or in the service.
+    """
+
+    artifact: KernelArtifact
+    tier: Tier
+    cached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ClientStats:
+    """Counts since the client was made. The first four are kernels by the place that had them."""
+
+    memory: int = 0
+    disk: int = 0
+    service: int = 0
+    compiled: int = 0
+    unavailable: int = 0
+    """Kernels that no place had."""
+    rejected: int = 0
+    """Entries and replies that were not the kernel asked for."""
+    service_errors: int = 0
+    """Fetches that the service did not answer with a kernel."""
+
+
+class KernelSupply:
+    """Finds, fetches or builds verified kernels; a place further away fills the nearer ones.
+
+    One kernel is brought once however many threads ask for it; processes that share the store take turns.
+
+    Args:
+        open_store: opens the local store, on first use.
+        transport: the service, or None.
+        open_builder: opens what compiles here; None where a miss is not to be compiled.
+        no_service: why ``transport`` is None, for error messages.
+    """
+
+    _lock: threading.Lock
+    _memory: OrderedDict[tuple[KernelSpec, Arch], KernelArtifact]
+    _flights: "dict[tuple[KernelSpec, Arch], Future[Obtained]]"
+    _counts: dict[str, int]
+    _store: KernelStore | None
+    _builder: KernelBuilder | None
+
+    def __init__(
+        self,
+        open_store: Callable[[], KernelStore],
+        transport: RestTransport | None,
+        open_builder: Callable[[KernelStore], KernelBuilder] | None,
+        *,
+        no_service: str = "no service is configured",
+    ) -> None:
+        self._open_store = open_store
+        self._transport = transport
+        self._open_builder = open_builder
+        self._no_service = no_service
+        self.forget()
+
+    def forget(self) -> None:
+        """Back to the configuration alone; what a parent process still uses is left to it."""
+        self._lock = threading.Lock()
+        self._memory = OrderedDict()
+        self._flights = {}
+        self._counts = {field.name: 0 for field in dataclasses.fields(ClientStats)}
+        self._store = None
+        self._builder = None
+
+    @property
+    def store(self) -> KernelStore:
+        """Where kernels are kept on this machine, opened on first use."""
+        with self._lock:
+            if self._store is None:
+                self._store = self._open_store()
+            return self._store
+
+    def obtain(self, spec: KernelSpec, arch: Arch) -> Obtained:
+        """The verified kernel of ``spec`` for ``arch``, and where it came from.
+
+        Raises as :meth:`mlaprep.clients.client.KernelClient.obtain` does.
+        """
+        key = (spec, arch)
+        while True:
+            with self._lock:
+                known = self._memory.get(key)
+                if known is not None:
+                    self._memory.move_to_end(key)
+                    self._counts["memory"] += 1
+                    return Obtained(known, "memory", cached=True)
+                flight = self._flights.get(key)
+                leads = flight is None
+                if flight is None:
+                    flight = self._flights[key] = Future()
+            if leads:
+                return self._lead(key, flight)
+            with contextlib.suppress(CancelledError):  # the leader was interrupted: ask again
+                return self._count("memory", flight.result().artifact, cached=True)
+
+    def stats(self) -> ClientStats:
+        """Counts so far."""
+        with self._lock:
+            return ClientStats(**self._counts)
+
+    def close(self) -> None:
+        """End connections and compile processes."""
+        with self._lock:
+            builder, self._builder = self._builder, None
+        if builder is not None:
+            builder.close()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _lead(self, key: tuple[KernelSpec, Arch], flight: "Future[Obtained]") -> Obtained:
+        try:
+            obtained = self._walk(*key)
+        except Exception as error:
+            self._land(key)
+            flight.set_exception(error)
+            raise
+        except BaseException:
+            self._land(key)
+            flight.cancel()
+            raise
+        self._land(key, obtained.artifact)
+        flight.set_result(obtained)
+        return obtained
+
+    def _land(self, key: tuple[KernelSpec, Arch], artifact: KernelArtifact | None = None) -> None:
+        with self._lock:
+            self._flights.pop(key, None)
+            if artifact is not None:
+                self._memory[key] = artifact
+                while len(self._memory) > MEMORY_ARTIFACTS:
+                    self._memory.popitem(last=False)
+
+    def _walk(self, spec: KernelSpec, arch: Arch) -> Obtained:
+        check_target(spec, arch)
+        request = request_key(arch=str(arch), spec=spec.to_dict(), generator=templates_fingerprint())
+        if (artifact := self._from_store(request, spec, arch)) is not None:
+            return self._count("disk", artifact, cached=True)
+        with self.store.key_lock(request, LOCK_TIMEOUT_S):
+            # Whoever held the lock before may have brought it.
+            if (artifact := self._from_store(request, spec, arch)) is not None:
+                return self._count("disk", artifact, cached=True)
+            attempts = ["not in the local store"]
+            cause: MlaprepError | None = None
+            try:
+                if (obtained := self._from_service(spec, arch, attempts)) is not None:
+                    self._keep(request, obtained.artifact)
+                    return obtained
+            except ArtifactRejected as error:
+                attempts.append(str(error))
+                cause = error
+            if self._open_builder is None:
+                attempts.append("not to be compiled here")
+            else:
+                try:
+                    return self._compile(spec, arch, self._open_builder)
+                except SpecError:
+                    raise
+                except MlaprepError as error:
+                    attempts.append(str(error).partition("\n")[0])
+                    cause = error
+        with self._lock:
+            self._counts["unavailable"] += 1
+        if isinstance(cause, ArtifactRejected):
+            raise cause
+        raise KernelUnavailable(
+            f"no kernel {spec.variant_id} for {arch}: {'; '.join(attempts)}. Build it ahead with "
+            f"`mlaprep compile --variant {spec.variant_id} --arch {arch}`, or set MLAPREP_URL to a service that has it",
+            variant_id=spec.variant_id,
+            arch=str(arch),
+            attempts=attempts,
+        ) from cause
+
+    def _from_store(self, request: str, spec: KernelSpec, arch: Arch) -> KernelArtifact | None:
+        store = self.store
+        key = store.resolve(request)
+        artifact = None if key is None else store.get(key)
+        if artifact is None:
+            return None
+        try:
+            artifact.verify(key=key, spec=spec.to_dict(), arch=str(arch))
+        except ArtifactError as error:
+            # The alias is a hint that anybody may have written; the entry is for something else.
+            _log.warning("local store: the entry for %s on %s was refused: %s", spec.variant_id, arch, error)
+            with self._lock:
+                self._counts["rejected"] += 1
+            return None
+        return artifact
+
+    def _from_service(self, spec: KernelSpec, arch: Arch, attempts: list[str]) -> Obtained | None:
+        if self._transport is None:
+            attempts.append(self._no_service)
+            return None
+        try:
+            reply = self._transport.fetch_reply(spec, arch)
+        except ServiceError as error:
+            _log.warning("kernel service: %s", error)
+            attempts.append(str(error))
+            with self._lock:
+                self._counts["service_errors"] += 1
+            return None
+        except ArtifactRejected as error:
+            _log.error("kernel service: %s", error)
+            with self._lock:
+                self._counts["rejected"] += 1
+            raise
+        return self._count("service", reply.artifact, cached=reply.cached)
+
+    def _compile(self, spec: KernelSpec, arch: Arch, open_builder: Callable[[KernelStore], KernelBuilder]) -> Obtained:
+        store = self.store
+        with self._lock:
+            if self._builder is None:
+                self._builder = open_builder(store)
+            builder = self._builder
+        built = builder.get_or_compile(spec, arch)
+        built.artifact.verify(spec=spec.to_dict(), arch=str(arch))
+        return self._count("disk" if built.cached else "compiled", built.artifact, cached=built.cached)
+
+    def _keep(self, request: str, artifact: KernelArtifact) -> None:
+        self.store.publish(artifact)
+        self.store.link(request, artifact.key)
+
+    def _count(self, tier: Tier, artifact: KernelArtifact, *, cached: bool) -> Obtained:
+        with self._lock:
+            self._counts[tier] += 1
+        return Obtained(artifact, tier, cached)
