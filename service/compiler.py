@@ -1,0 +1,408 @@
+"""Compiler: KernelSource and Arch -> KernelArtifact, in a pool of child processes."""
+
+import contextlib
+import hashlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Self
+
+from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest, utc_now
+from mlaprep.kernels_cache.elf import check_cubin, complete_cubin
+from mlaprep.kernels_cache.errors import ArtifactError
+from mlaprep.kernels_cache.key import cache_key
+from mlaprep.service.child import ChildDied, CompileChild
+from mlaprep.service.errors import (
+    RETRY_AFTER_S,
+    BuilderClosed,
+    BuildError,
+    CompileCrashed,
+    CompileFailed,
+    CompilerUnavailable,
+    CompileTimeout,
+    QueueFull,
+)
+from mlaprep.service.resources import parse_resources
+from mlaprep.service.toolchain import Toolchain, buildable_archs, compile_options
+from mlaprep.templates.arch import Arch
+from mlaprep.templates.render import KernelSource
+
+DEFAULT_TIMEOUT_S: Final = 30.0
+DEFAULT_MEMORY_BYTES: Final = 2 * 2**30
+DEFAULT_QUEUE_LIMIT: Final = 1024
+
+_MAX_LOG_SHOWN: Final = 4000
+_JOIN_TIMEOUT_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class CompilerState:
+    """What a readiness check needs to know; taking it starts nothing."""
+
+    status: Literal["idle", "starting", "ready", "unavailable", "closed"]
+    version: str | None
+    library: str | None
+    missing: str | None
+    """The library that keeps the compiler from working, where one does."""
+    reason: str | None
+    pids: tuple[int, ...]
+    queued: int
+    compiles: int
+    crashes: int
+    timeouts: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    future: "Future[Any]"
+    run: Callable[[CompileChild], Any]
+
+
+class Compiler:
+    """A pool of compile processes, started as they are needed, one job each at a time.
+
+    Callers choose a source and an architecture, never an option. Close it, or use it as a context manager:
+    its processes are then killed by their pids and reaped. They also end by themselves when this process
+    does, however it ends.
+
+    Args:
+        processes: how many at most; by default one for every core this process may use.
+        timeout_s: wall clock that one compile may take before its process is killed.
+        memory_bytes: address space of one process. NVRTC and CuPy map about 0.6 GiB before the first compile.
+        queue_limit: jobs that may wait for a process.
+        command: what to start in place of the real child.
+    """
+
+    def __init__(
+        self,
+        processes: int | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        *,
+        queue_limit: int = DEFAULT_QUEUE_LIMIT,
+        retry_s: float = RETRY_AFTER_S,
+        command: Sequence[str] | None = None,
+    ) -> None:
+        self.processes: Final = processes or len(os.sched_getaffinity(0))
+        self._timeout_s = timeout_s
+        self._memory_bytes = memory_bytes
+        self._queue_limit = queue_limit
+        self._retry_s = retry_s
+        self._command = command
+        self._reset()
+
+    def compile(self, source: KernelSource, arch: Arch) -> KernelArtifact:
+        """The kernel, compiled now, whatever any cache holds.
+
+        Raises:
+            CompilerUnavailable: NVRTC is missing; the library is named.
+            CompileFailed: the compiler refused, or gave what is no cubin for ``arch``; final for this source.
+            CompileTimeout, CompileCrashed, QueueFull, BuilderClosed: nothing is known of the source.
+        """
+        return self.submit(source, arch).result()
+
+    def submit(self, source: KernelSource, arch: Arch) -> "Future[KernelArtifact]":
+        """As :meth:`compile`, at once; the future holds the artifact or the error. It cannot be cancelled."""
+        future: Future[KernelArtifact] = _running_future()
+        try:
+            _check_text(source.text)
+        except CompileFailed as error:
+            future.set_exception(error)
+            return future
+        self._enqueue(_Job(future, lambda child: self._compile_in(child, source, arch)))
+        return future
+
+    def version(self) -> str:
+        """Exact version of the NVRTC in use, e.g. ``12.9.86``.
+
+        Raises:
+            CompilerUnavailable, CompileCrashed, BuilderClosed: it cannot be had.
+        """
+        return self.toolchain().version
+
+    def archs(self) -> tuple[Arch, ...]:
+        """The known architectures that this NVRTC builds; errors as for :meth:`version`."""
+        return buildable_archs(self.toolchain())
+
+    def toolchain(self) -> Toolchain:
+        """The compiler in use, starting one process if none has run; errors as for :meth:`version`."""
+        if (known := self._toolchain) is not None and os.getpid() == self._pid:
+            return known
+        future: Future[Toolchain] = _running_future()
+        self._enqueue(_Job(future, lambda child: child.toolchain))
+        return future.result()
+
+    def start(self) -> None:
+        """Start every process in the background, so that the first kernel does not wait for it."""
+        with self._lock:
+            while not self._closed and len(self._threads) < self.processes:
+                self._start_thread()
+
+    def state(self) -> CompilerState:
+        with self._lock:
+            toolchain, down = self._toolchain, self._down
+            status: Literal["idle", "starting", "ready", "unavailable", "closed"]
+            if self._closed:
+                status = "closed"
+            elif down is not None:
+                status = "unavailable"
+            elif toolchain is not None:
+                status = "ready"
+            else:
+                status = "starting" if self._threads else "idle"
+            return CompilerState(
+                status=status,
+                version=toolchain.version if toolchain else None,
+                library=toolchain.library if toolchain else None,
+                missing=down.library if down else None,
+                reason=down.reason if down else None,
+                pids=tuple(child.pid for child in self._children),
+                queued=self._queued,
+                compiles=self._compiles,
+                crashes=self._crashes,
+                timeouts=self._timeouts,
+            )
+
+    def close(self) -> None:
+        """Kill and reap every process; whatever waits or runs fails with BuilderClosed. Safe to repeat."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._closed = True
+            threads = list(self._threads)
+            for child in self._children:
+                child.kill()
+        for _ in threads:
+            self._jobs.put(None)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_TIMEOUT_S)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (job := self._jobs.get_nowait()) is not None:
+                    job.future.set_exception(BuilderClosed())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _reset(self) -> None:
+        """Nothing running. A forked copy comes here too: threads and processes stayed with its parent."""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._children: list[CompileChild] = []
+        self._idle = 0
+        self._queued = 0
+        self._toolchain: Toolchain | None = None
+        self._down: CompilerUnavailable | None = None
+        self._down_until = 0.0
+        self._closed = False
+        self._compiles = self._crashes = self._timeouts = 0
+
+    def _enqueue(self, job: _Job) -> None:
+        if os.getpid() != self._pid:
+            self._reset()
+        with self._lock:
+            if self._closed:
+                job.future.set_exception(BuilderClosed())
+            elif self._down is not None and time.monotonic() < self._down_until:
+                job.future.set_exception(_again(self._down))
+            elif self._queued >= self._queue_limit:
+                job.future.set_exception(QueueFull(self._queue_limit))
+            else:
+                self._queued += 1
+                self._jobs.put(job)
+                if self._queued > self._idle and len(self._threads) < self.processes:
+                    self._start_thread()
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._work, name="mlaprep-compile", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _work(self) -> None:
+        """One thread owns one child: it starts it, talks to it, replaces and reaps it."""
+        child: CompileChild | None = None
+        while True:
+            if child is None:
+                # Ahead of the next job, so that it finds a warm process; that job meets a failure again.
+                with contextlib.suppress(BuildError):
+                    child = self._open()
+            with self._lock:
+                self._idle += 1
+            job = self._jobs.get()
+            with self._lock:
+                self._idle -= 1
+                self._queued -= job is not None
+            if job is None:
+                break
+            child = self._settle(job, child)
+        if child is not None:
+            self._discard(child)
+
+    def _settle(self, job: _Job, child: CompileChild | None) -> CompileChild | None:
+        """Run a job, in a second process if the first dies; returns the child to go on with."""
+        died: ChildDied | None = None
+        for _ in range(2):
+            try:
+                child = child or self._open()
+                result = job.run(child)
+            except ChildDied as error:
+                died = error
+                self._discard(child)
+                child = None
+                if self._closed:
+                    job.future.set_exception(BuilderClosed())
+                    return None
+                with self._lock:
+                    self._crashes += 1
+            except CompileTimeout as error:
+                job.future.set_exception(error)
+                with self._lock:
+                    self._timeouts += 1
+                self._discard(child)
+                return None
+            except Exception as error:
+                job.future.set_exception(error)
+                return child
+            else:
+                job.future.set_result(result)
+                return child
+        job.future.set_exception(CompileCrashed(f"the compiler died, and again when tried anew: {died}"))
+        return None
+
+    def _open(self) -> CompileChild:
+        """A child that has greeted.
+
+        Raises:
+            CompilerUnavailable: there is no compiler, or the child died twice before it could say so.
+            BuilderClosed: the pool was closed meanwhile.
+        """
+        with self._lock:
+            if self._down is not None and time.monotonic() < self._down_until:
+                raise _again(self._down)
+        try:
+            try:
+                child = self._open_once()
+            except ChildDied:
+                child = self._open_once()
+        except ChildDied as error:
+            raise self._note_down(CompilerUnavailable("the compile process", str(error))) from None
+        except CompilerUnavailable as error:
+            raise self._note_down(error) from None
+        with self._lock:
+            self._toolchain, self._down = child.toolchain, None
+        return child
+
+    def _open_once(self) -> CompileChild:
+        child = CompileChild(memory_bytes=self._memory_bytes, cpu_s=self._timeout_s, command=self._command)
+        with self._lock:
+            self._children.append(child)
+            closed = self._closed
+        try:
+            if not closed:
+                child.greet()
+        except (ChildDied, CompilerUnavailable):
+            self._discard(child)
+            if not self._closed:
+                raise
+        if self._closed:
+            self._discard(child)
+            raise BuilderClosed()
+        return child
+
+    def _note_down(self, error: CompilerUnavailable) -> CompilerUnavailable:
+        with self._lock:
+            self._down, self._down_until = error, time.monotonic() + self._retry_s
+        return _again(error)
+
+    def _discard(self, child: CompileChild | None) -> None:
+        if child is not None:
+            child.close()
+            with self._lock, contextlib.suppress(ValueError):
+                self._children.remove(child)
+
+    def _compile_in(self, child: CompileChild, source: KernelSource, arch: Arch) -> KernelArtifact:
+        options = compile_options(arch)
+        reply, raw = child.compile(source.text, options, self._timeout_s)
+        if not reply.get("ok"):
+            if reply.get("memory"):
+                child.close()  # what it holds is not given back, and the next source would suffer for it
+                raise ChildDied("the compiler ran out of memory")
+            raise CompileFailed(f"NVRTC refused the source: {reply.get('error')}", _shown(reply.get("log")))
+        with self._lock:
+            self._compiles += 1
+        return _artifact(child.toolchain, source, arch, options, reply, raw)
+
+
+def _artifact(
+    toolchain: Toolchain,
+    source: KernelSource,
+    arch: Arch,
+    options: tuple[str, ...],
+    reply: Mapping[str, Any],
+    raw: bytes,
+) -> KernelArtifact:
+    log = str(reply.get("log"))
+    try:
+        cubin = complete_cubin(raw)
+        check_cubin(cubin, arch.name)
+        usage = parse_resources(log, source.entry)
+    except (ArtifactError, ValueError) as error:
+        raise CompileFailed(f"NVRTC gave no usable kernel for {arch}: {error}", _shown(log)) from None
+    manifest = Manifest(
+        variant_id=source.spec.variant_id,
+        spec=source.spec.to_dict(),
+        arch=arch.name,
+        key=cache_key(source=source.text, options=options, arch=arch.name, nvrtc_version=toolchain.version),
+        cubin_sha256=hashlib.sha256(cubin).hexdigest(),
+        cubin_size=len(cubin),
+        source_sha256=source.sha256,
+        entry=source.entry,
+        launch=source.launch,
+        registers=usage.registers,
+        spill_stores=usage.spill_stores,
+        spill_loads=usage.spill_loads,
+        stack_bytes=usage.stack_bytes,
+        shared_bytes=usage.shared_bytes,
+        nvrtc_version=toolchain.version,
+        options=options,
+        compile_ms=round(float(reply["compile_ms"]), 3),
+        created_at=utc_now(),
+    )
+    return KernelArtifact(manifest, cubin, source.text)
+
+
+def _check_text(text: str) -> None:
+    # NVRTC takes a C string: what follows a NUL would be in the key and not in the code.
+    if "\0" in text:
+        raise CompileFailed("the source holds a NUL character, where the compiler would stop reading")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise CompileFailed("the source holds a lone surrogate, which no UTF-8 text can") from None
+
+
+def _shown(log: object) -> str:
+    text = str(log).strip()
+    return text if len(text) <= _MAX_LOG_SHOWN else f"{text[:_MAX_LOG_SHOWN]} [...]"
+
+
+def _again(error: CompilerUnavailable) -> CompilerUnavailable:
+    """A fresh instance: one that is raised in many threads would collect all their tracebacks."""
+    return CompilerUnavailable(error.library, error.reason)
+
+
+def _running_future() -> "Future[Any]":
+    """A future that no waiter can cancel, since others may wait for the same kernel."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future

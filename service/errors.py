@@ -1,0 +1,76 @@
+"""Errors of building and serving kernels.
+
+::
+
+    MlaprepError
+    └── BuildError                 a kernel that could not be built
+        ├── CompilerUnavailable    NVRTC is not there or does not load; names the library
+        ├── CompileFailed          the compiler refused the source; the same again would fail the same
+        ├── CompileTimeout         the compile passed its deadline and was killed
+        ├── CompileCrashed         the compiler died or ran out of memory, twice
+        ├── QueueFull              as many kernels wait for a compiler as may
+        └── BuilderClosed          the builder was closed while the kernel waited
+
+Only :class:`CompileFailed` says something about the source, so only it may be remembered against a key.
+"""
+
+from typing import Final
+
+from mlaprep.templates.errors import MlaprepError
+
+RETRY_AFTER_S: Final = 10
+"""How long a caller should wait before it asks again for something that was unavailable."""
+
+
+class BuildError(MlaprepError):
+    """Base of everything that keeps a kernel from being built."""
+
+
+class CompilerUnavailable(BuildError):
+    """The compiler cannot be used on this machine as it is.
+
+    ``library`` names what is missing, e.g. ``libnvrtc`` or ``libnvrtc-builtins``.
+    """
+
+    def __init__(self, library: str, reason: str) -> None:
+        self.library = library
+        self.reason = reason
+        super().__init__(
+            f"cannot compile: {library} is missing or does not load ({reason}); "
+            "install mlaprep[cuda12], or fetch kernels that are built already"
+        )
+
+
+class CompileFailed(BuildError):
+    """The compiler ran and gave no usable kernel. ``log`` is what it said, cut to a bounded length."""
+
+    def __init__(self, message: str, log: str = "") -> None:
+        self.log = log
+        super().__init__(f"{message}\n{log}" if log else message)
+
+
+class CompileTimeout(BuildError):
+    """One compile took longer than it may; its process was killed."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        super().__init__(f"the compile passed its deadline of {timeout_s:g} s and was killed; nothing was stored")
+
+
+class CompileCrashed(BuildError):
+    """The compiler's process died, and so did the one that tried again."""
+
+
+class QueueFull(BuildError):
+    """Too many kernels wait already; ask again later."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        super().__init__(f"{limit} kernels wait for a compiler already; ask again in a few seconds")
+
+
+class BuilderClosed(BuildError):
+    """The builder or compiler was closed before the kernel was built."""
+
+    def __init__(self) -> None:
+        super().__init__("the compiler was closed before this kernel was built; ask a running service")
