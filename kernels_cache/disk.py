@@ -1,0 +1,397 @@
+"""DiskStore: artifacts in a private directory, safe against crashes, races, damage and full disks.
+
+::
+
+    <root>/<arch>/<key[:2]>/<key>/   one entry, see mlaprep.kernels_cache.entries
+    <root>/links, blobs              hints, see mlaprep.kernels_cache.hints
+    <root>/tmp                       what is being written or removed
+    <root>/quarantine                the last damaged entries
+    <root>/locks                     locks that only save work
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Final
+
+from mlaprep.kernels_cache import housekeeping
+from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
+from mlaprep.kernels_cache.entries import read_entry, read_manifest, touch, write_entry
+from mlaprep.kernels_cache.errors import ArtifactError, StoreError
+from mlaprep.kernels_cache.files import Folder, Identity, NotPrivateError, descend
+from mlaprep.kernels_cache.hints import BLOBS, LINKS, drop_hint, read_hint, write_hint
+from mlaprep.kernels_cache.key import is_arch, is_digest
+from mlaprep.kernels_cache.location import default_cache_dir, default_max_bytes
+from mlaprep.kernels_cache.locks import file_lock
+from mlaprep.kernels_cache.store import (
+    Counters,
+    KernelStore,
+    MemoryStore,
+    StoreStats,
+    TieredStore,
+    is_prefix,
+    only_key,
+    require_digests,
+)
+
+__all__ = ["DISK_BYTES", "DiskStore", "default_cache_dir", "open_default_store"]
+
+DISK_BYTES: Final = 2**30
+"""Default limit of a disk store's content."""
+
+_LOCKS: Final = "locks"
+_TOUCH_AGAIN_S: Final = 60.0
+_ATTEMPTS: Final = 3
+
+# What rename says when another writer's entry has the name already.
+_LOST: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
+# Worth opening everything again: network file systems, and directories that went away underneath.
+_AGAIN: Final = frozenset({errno.ESTALE, errno.EBUSY, errno.ENOENT})
+# Something else stands where a directory should.
+_NO_FOLDER: Final = frozenset({errno.ENOTDIR, errno.ELOOP, errno.EACCES})
+
+_log = logging.getLogger(__name__)
+
+
+class DiskStore:
+    """A store in a directory that belongs to this user and that no other may write.
+
+    Several processes may use one root at once. ``max_bytes`` bounds the content of the entries; the least
+    recently used go first. Links inside the root are never followed.
+
+    Raises:
+        StoreError: the root cannot be made or opened, belongs to another user, or is writable by others.
+    """
+
+    def __init__(self, root: Path, max_bytes: int = DISK_BYTES) -> None:
+        if type(max_bytes) is not int or max_bytes < 0:
+            raise StoreError("max_bytes must be an integer, 0 or more")
+        self.max_bytes = max_bytes
+        self._counters = Counters()
+        self._known_bytes: int | None = None
+        self._added_bytes = 0
+        self._last_touch = ("", 0.0)
+        self._in_trouble = False
+        self._swept = False
+        try:
+            self.root = Path(os.path.realpath(root))
+            self._open(create=True).close()
+        except (OSError, ValueError) as error:
+            raise StoreError(f"no kernel cache can be kept at {root}: {error}") from error
+
+    def get(self, key: str) -> KernelArtifact | None:
+        artifact = self._look_up(key) if is_digest(key) else None
+        self._counters.add("misses" if artifact is None else "hits")
+        return artifact
+
+    def get_blob(self, digest: str) -> bytes | None:
+        if not is_digest(digest):
+            return None
+        try:
+            with self._open() as root:
+                artifact = self._look_up_blob(root, digest)
+        except OSError as error:
+            self._trouble("read", error)
+            return None
+        return None if artifact is None else artifact.cubin
+
+    def publish(self, artifact: KernelArtifact) -> None:
+        artifact.verify()
+        size = artifact.size + len(artifact.manifest.to_json())
+        if size > self.max_bytes:
+            self._counters.add("evicted")
+            return
+        try:
+            with self._open(create=True) as root:
+                if self._place(root, artifact):
+                    self._note_blob(root, artifact)
+                    self._account(root, size)
+            self._in_trouble = False
+        except OSError as error:
+            self._trouble("write", error)
+
+    def link(self, request: str, key: str) -> None:
+        require_digests(request, key)
+        try:
+            with self._open(create=True) as root, root.make(housekeeping.TEMPORARY) as temporary:
+                write_hint(root, temporary, LINKS, request, key)
+        except OSError as error:
+            self._trouble("write", error)
+
+    def resolve(self, request: str) -> str | None:
+        if not is_digest(request):
+            return None
+        with contextlib.suppress(OSError), self._open() as root:
+            key = read_hint(root, LINKS, request)
+            return key if is_digest(key) else None
+        return None
+
+    def list(self, arch: str | None = None) -> Iterator[Manifest]:
+        for entry_arch, key in self._names():
+            if arch in (None, entry_arch):
+                manifest = self._read_manifest(entry_arch, key)
+                if manifest is not None:
+                    yield manifest
+
+    def delete(self, key: str) -> bool:
+        deleted = False
+        for arch, found in self._names(key) if is_digest(key) else ():
+            manifest = self._read_manifest(arch, found)
+            try:
+                with self._open() as root:
+                    deleted |= housekeeping.discard(root, arch, found)
+                    if manifest is not None and read_hint(root, BLOBS, manifest.cubin_sha256) == f"{arch}/{key}":
+                        drop_hint(root, BLOBS, manifest.cubin_sha256)
+            except OSError as error:
+                self._trouble("write", error)
+        return deleted
+
+    def find(self, prefix: str) -> str | None:
+        return only_key(prefix, (key for _, key in self._names(prefix))) if is_prefix(prefix) else None
+
+    def key_lock(self, key: str, timeout: float) -> AbstractContextManager[bool]:
+        if not is_digest(key):
+            raise StoreError("a lock needs a digest of 64 lower-case hexadecimal digits")
+        return file_lock(self._open_locks, f"{key}.lock", timeout)
+
+    def stats(self) -> StoreStats:
+        entries = []
+        with contextlib.suppress(OSError), self._open() as root:
+            entries = housekeeping.usage(root)
+        return self._counters.stats(entries=len(entries), size=sum(entry.size for entry in entries))
+
+    def gc(self, max_bytes: int | None = None) -> int:
+        """Remove the least recently used entries until at most ``max_bytes`` of content are left.
+
+        Also drops hints that lead nowhere, and does what :meth:`sweep` does. Returns the number of entries
+        removed; a device that fails is counted, not raised.
+        """
+        evicted = 0
+        try:
+            with self._open() as root:
+                evicted = self._evict(root, self.max_bytes if max_bytes is None else max_bytes)
+                housekeeping.drop_lost_hints(root)
+        except OSError as error:
+            self._trouble("write", error)
+        self.sweep()
+        return evicted
+
+    def sweep(self, min_age_s: float = 60.0) -> int:
+        """Remove what killed writers left behind, if it is that old; returns how much of it there was.
+
+        What a living writer still holds stays. Where the file system has no locks to tell, only what is an
+        hour old goes. Never raises.
+        """
+        with contextlib.suppress(OSError), self._open() as root:
+            return housekeeping.sweep(root, min_age_s)
+        return 0
+
+    def _open(self, *, create: bool = False) -> Folder:
+        return Folder.at(self.root, create=create)
+
+    def _open_locks(self) -> Folder:
+        with self._open(create=True) as root:
+            return root.make(_LOCKS)
+
+    def _names(self, prefix: str = "") -> Sequence[tuple[str, str]]:
+        with contextlib.suppress(OSError), self._open() as root:
+            return housekeeping.entry_names(root, prefix)
+        return []
+
+    def _trouble(self, what: str, error: OSError) -> None:
+        """A device fails: count it, and say it once until it works again."""
+        if what == "write":
+            self._counters.add("write_errors")
+        elif isinstance(error, FileNotFoundError):
+            return
+        _log.log(
+            logging.DEBUG if self._in_trouble else logging.WARNING,
+            "kernel cache: cannot %s %s, going on without: %s",
+            what,
+            self.root,
+            error,
+        )
+        self._in_trouble = True
+
+    # Reading
+
+    def _look_up(self, key: str) -> KernelArtifact | None:
+        for attempt in range(_ATTEMPTS):
+            try:
+                with self._open() as root:
+                    found = (self._read(root, arch, key) for arch in root.names() if is_arch(arch))
+                    return next((artifact for artifact in found if artifact is not None), None)
+            except OSError as error:
+                if error.errno != errno.ESTALE or attempt == _ATTEMPTS - 1:
+                    self._trouble("read", error)
+                    break
+        return None
+
+    def _read(self, root: Folder, arch: str, key: str) -> KernelArtifact | None:
+        """A verified entry, its use recorded; None where there is none or it had to be set aside."""
+        with contextlib.ExitStack() as stack:
+            shelf = folder = root
+            for name in (arch, key[:2], key):
+                child = self._enter(root, folder, name)
+                if child is None:
+                    return None
+                shelf, folder = folder, stack.enter_context(child)
+            try:
+                artifact = read_entry(folder, arch, key)
+            except ArtifactError as damage:
+                # An entry that was removed or replaced meanwhile looks damaged to who holds it open.
+                if not shelf.holds(key, folder.identity):
+                    raise OSError(errno.ESTALE, "entry replaced while it was read") from damage
+                self._set_aside(root, shelf, key, damage, folder.identity)
+                return None
+            self._record_use(folder, key)
+            return artifact
+
+    def _enter(self, root: Folder, folder: Folder, name: str) -> Folder | None:
+        try:
+            return folder.open(name)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno in _NO_FOLDER or isinstance(error, NotPrivateError):
+                self._set_aside(root, folder, name, error)
+                return None
+            raise
+
+    def _record_use(self, entry: Folder, key: str) -> None:
+        """Keeps the order exact: only a key that is hit over and over is not noted each time."""
+        now = time.monotonic()
+        last_key, noted = self._last_touch
+        if key != last_key or now - noted > _TOUCH_AGAIN_S:
+            self._last_touch = (key, now)
+            touch(entry)
+
+    def _look_up_blob(self, root: Folder, digest: str) -> KernelArtifact | None:
+        hint = read_hint(root, BLOBS, digest)
+        if hint is None:
+            return None
+        arch, _, key = hint.partition("/")
+        artifact = self._read(root, arch, key) if is_arch(arch) and is_digest(key) else None
+        if artifact is not None and artifact.digest == digest:
+            return artifact
+        # The entry is gone; another may hold the same cubin.
+        for manifest in self.list():
+            if manifest.cubin_sha256 == digest:
+                artifact = self._read(root, manifest.arch, manifest.key)
+                if artifact is not None:
+                    self._note_blob(root, artifact)
+                    return artifact
+        drop_hint(root, BLOBS, digest)
+        return None
+
+    def _read_manifest(self, arch: str, key: str) -> Manifest | None:
+        try:
+            with self._open() as root, descend(root, arch, key[:2], key) as entry:
+                return read_manifest(entry, arch, key)
+        except (OSError, ArtifactError):
+            return None
+
+    def _set_aside(
+        self, root: Folder, folder: Folder, name: str, reason: Exception, identity: Identity | None = None
+    ) -> None:
+        self._counters.add("damaged")
+        _log.warning("kernel cache: damaged entry %s/%s: %s", folder.where, name, reason)
+        try:
+            if identity is None or folder.holds(name, identity):
+                housekeeping.quarantine(root, folder, name)
+                self._counters.add("quarantined")
+        except OSError as error:
+            _log.warning("kernel cache: %s/%s stays where it is: %s", folder.where, name, error)
+
+    # Writing
+
+    def _place(self, root: Folder, artifact: KernelArtifact) -> bool:
+        """Write an entry aside and rename it to its place; False where another stands there."""
+        if self._stands(root, artifact):
+            return False
+        if not self._swept:
+            self._swept = True
+            self.sweep()
+        with root.make(housekeeping.TEMPORARY) as temporary, housekeeping.staged(temporary) as (name, stage):
+            write_entry(stage, artifact)
+            return self._move_in(root, temporary, name, artifact)
+
+    def _move_in(self, root: Folder, temporary: Folder, name: str, artifact: KernelArtifact) -> bool:
+        failure = OSError()
+        for _ in range(_ATTEMPTS):
+            try:
+                with root.make(artifact.manifest.arch) as shelves, shelves.make(artifact.key[:2]) as shelf:
+                    temporary.move(name, shelf, artifact.key)
+                    with contextlib.suppress(OSError):
+                        shelf.sync()
+                    return True
+            except OSError as error:
+                if error.errno not in _LOST | _AGAIN:
+                    raise
+                failure = error
+            if self._stands(root, artifact):
+                return False
+        if failure.errno not in _LOST:
+            raise failure
+        # On a network file system the winner may stay invisible for a minute. It has the place, we have
+        # the bytes: nothing more to do.
+        _log.info("kernel cache: another writer's entry for %s is not visible yet", artifact.key)
+        return False
+
+    def _stands(self, root: Folder, artifact: KernelArtifact) -> bool:
+        """Whether a good entry has this key already; the first one stays even if its cubin differs."""
+        try:
+            held = self._read(root, artifact.manifest.arch, artifact.key)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            return False
+        if held is None:
+            return False
+        if held.digest != artifact.digest:
+            self._counters.add("differing")
+            _log.warning("kernel cache: a second, differing cubin for %s is not kept", artifact.key)
+        else:
+            self._note_blob(root, artifact)
+        return True
+
+    def _note_blob(self, root: Folder, artifact: KernelArtifact) -> None:
+        with root.make(housekeeping.TEMPORARY) as temporary:
+            write_hint(root, temporary, BLOBS, artifact.digest, f"{artifact.manifest.arch}/{artifact.key}")
+
+    def _account(self, root: Folder, size: int) -> None:
+        """Keep below the limit; measures the disk only now and then, since others write there too."""
+        self._added_bytes += size
+        known = self._known_bytes
+        if known is None or known + self._added_bytes > self.max_bytes or self._added_bytes > self.max_bytes // 16:
+            self._evict(root, self.max_bytes)
+
+    def _evict(self, root: Folder, limit: int) -> int:
+        evicted, self._known_bytes = housekeeping.evict(root, limit)
+        self._added_bytes = 0
+        self._counters.add("evicted", evicted)
+        return evicted
+
+
+def open_default_store(environ: Mapping[str, str] | None = None) -> KernelStore:
+    """The disk store of :func:`default_cache_dir`, limited to ``$MLAPREP_CACHE_MAX_BYTES`` where that is set.
+
+    With no usable directory it is a memory store, with a directory that can only be read a memory store
+    before it; one warning is logged either way. Never raises.
+    """
+    environ = os.environ if environ is None else environ
+    try:
+        max_bytes = default_max_bytes(environ)
+        store = DiskStore(default_cache_dir(environ), DISK_BYTES if max_bytes is None else max_bytes)
+    except StoreError as error:
+        _log.warning("kernels are kept in memory only: %s", error)
+        return MemoryStore()
+    if os.access(store.root, os.W_OK | os.X_OK):
+        return store
+    _log.warning("new kernels are kept in memory only: %s cannot be written", store.root)
+    return TieredStore([MemoryStore(), store])

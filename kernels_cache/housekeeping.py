@@ -1,0 +1,148 @@
+"""Upkeep of a disk store's root: what is there, what goes for room, and what killed writers left."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from mlaprep.kernels_cache.entries import measure
+from mlaprep.kernels_cache.files import Folder, descend, new_name
+from mlaprep.kernels_cache.hints import BLOBS, LINKS, drop_hint, iterate_hints
+from mlaprep.kernels_cache.key import is_arch, is_digest
+from mlaprep.kernels_cache.locks import try_lock_folder
+
+TEMPORARY: Final = "tmp"
+QUARANTINE: Final = "quarantine"
+_KEPT_IN_QUARANTINE: Final = 16
+_FEW_ENTRIES: Final = 64
+_SURELY_STALE_S: Final = 3600.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Usage:
+    """One entry: when it was last used (seconds since 1970), what it is, and its bytes."""
+
+    used: float
+    arch: str
+    key: str
+    size: int
+
+
+def entry_names(root: Folder, prefix: str = "") -> list[tuple[str, str]]:
+    """(arch, key) of every directory in an entry's place, of those whose key starts with ``prefix``."""
+    found = []
+    for arch in filter(is_arch, root.names()):
+        with contextlib.suppress(OSError), root.open(arch) as shelves:
+            for shelf_name in shelves.names():
+                if not shelf_name.startswith(prefix[:2]):
+                    continue
+                with contextlib.suppress(OSError), shelves.open(shelf_name) as shelf:
+                    found += [(arch, key) for key in shelf.names() if is_digest(key) and key.startswith(prefix)]
+    return found
+
+
+def usage(root: Folder) -> list[Usage]:
+    """Every entry, the least recently used first."""
+    found = []
+    for arch, key in entry_names(root):
+        with contextlib.suppress(OSError), descend(root, arch, key[:2], key) as entry:
+            used, size = measure(entry)
+            found.append(Usage(used, arch, key, size))
+    return sorted(found)
+
+
+def evict(root: Folder, limit: int) -> tuple[int, int]:
+    """Remove entries, the least recently used first, until ``limit`` bytes are left.
+
+    Returns how many were removed and the bytes that are left. Raises OSError.
+    """
+    entries = usage(root)
+    left = sum(entry.size for entry in entries)
+    if left <= limit:
+        return 0, left
+    if len(entries) > _FEW_ENTRIES:
+        limit -= limit // 16  # room for the next ones, so that not every publication measures everything
+    evicted = 0
+    for entry in entries:
+        if left <= limit:
+            break
+        evicted += discard(root, entry.arch, entry.key)
+        left -= entry.size
+    return evicted, left
+
+
+def discard(root: Folder, arch: str, key: str) -> bool:
+    """Remove an entry at one stroke; False where there was none. Raises OSError."""
+    name = new_name("gone-")
+    with root.make(TEMPORARY) as temporary:
+        try:
+            with descend(root, arch, key[:2]) as shelf:
+                shelf.move(key, temporary, name)
+        except FileNotFoundError:
+            return False
+        with contextlib.suppress(FileNotFoundError):  # somebody else may sweep
+            temporary.remove(name)
+    return True
+
+
+def quarantine(root: Folder, folder: Folder, name: str) -> None:
+    """Set something damaged aside, where the last of its kind are kept for a look. Raises OSError."""
+    with root.make(QUARANTINE) as aside:
+        folder.move(name, aside, f"{time.time_ns():020d}-{name}-{new_name()[:8]}")
+        for old in aside.names()[:-_KEPT_IN_QUARANTINE]:
+            with contextlib.suppress(FileNotFoundError):
+                aside.remove(old)
+
+
+@contextlib.contextmanager
+def staged(temporary: Folder) -> Iterator[tuple[str, Folder]]:
+    """A new folder to fill and move away, with its name. It is gone afterwards even if it stays unmoved."""
+    name = new_name("entry-")
+    try:
+        with temporary.make(name) as stage:
+            try_lock_folder(stage)
+            yield name, stage
+    finally:
+        try:
+            temporary.remove(name)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            _log.warning("kernel cache: %s/%s is left for a later sweep: %s", temporary.where, name, error)
+
+
+def drop_lost_hints(root: Folder) -> None:
+    """Drop the hints that lead to no entry."""
+    names = entry_names(root)
+    keys = {key for _, key in names}
+    places = {f"{arch}/{key}" for arch, key in names}
+    for kind, targets in ((LINKS, keys), (BLOBS, places)):
+        for digest, text in iterate_hints(root, kind):
+            if text not in targets:
+                drop_hint(root, kind, digest)
+
+
+def sweep(root: Folder, min_age_s: float) -> int:
+    """Remove what is ``min_age_s`` old in the temporary folder and has no living writer; how many it was."""
+    swept = 0
+    with contextlib.suppress(FileNotFoundError), root.open(TEMPORARY) as temporary:
+        for name in temporary.names():
+            with contextlib.suppress(OSError):
+                if _is_stale(temporary, name, min_age_s):
+                    temporary.remove(name)
+                    swept += 1
+    return swept
+
+
+def _is_stale(temporary: Folder, name: str, min_age_s: float) -> bool:
+    age = time.time() - temporary.status(name).st_mtime
+    if age < min_age_s:
+        return False
+    if age >= _SURELY_STALE_S or not temporary.is_folder(name):
+        return True
+    with temporary.open(name) as folder:
+        return try_lock_folder(folder) is True

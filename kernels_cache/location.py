@@ -1,0 +1,41 @@
+"""Location: where this user's cache is and how large it may grow, read from the environment."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlaprep.kernels_cache.errors import StoreError
+
+
+def default_cache_dir(environ: Mapping[str, str]) -> Path:
+    """``$MLAPREP_CACHE_DIR``, else ``$XDG_CACHE_HOME/mlaprep``, else ``~/.cache/mlaprep``.
+
+    Empty variables count as unset, and so does a relative ``XDG_CACHE_HOME``, as its specification asks.
+
+    Raises:
+        StoreError: none is set and there is no home directory.
+    """
+    own = environ.get("MLAPREP_CACHE_DIR", "")
+    shared = environ.get("XDG_CACHE_HOME", "")
+    home = environ.get("HOME", "") or os.path.expanduser("~")
+    if own:
+        return Path(own.replace("~", home, 1) if own.startswith("~/") else own).absolute()
+    if os.path.isabs(shared):
+        return Path(shared) / "mlaprep"
+    if not os.path.isabs(home):
+        raise StoreError("no place for a kernel cache: set MLAPREP_CACHE_DIR, XDG_CACHE_HOME or HOME")
+    return Path(home) / ".cache" / "mlaprep"
+
+
+def default_max_bytes(environ: Mapping[str, str]) -> int | None:
+    """``$MLAPREP_CACHE_MAX_BYTES``; None where it is not set.
+
+    Raises:
+        StoreError: not a number of bytes.
+    """
+    text = environ.get("MLAPREP_CACHE_MAX_BYTES", "")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise StoreError("MLAPREP_CACHE_MAX_BYTES must be a number of bytes, digits only")
+    return int(text)

@@ -1,0 +1,91 @@
+"""File lock: flock with a deadline. It saves work on one machine and nothing depends on it.
+
+What the file holds is never read. It may be deleted at any time: the lock then stands for nothing, a
+second holder appears, and both do the same work.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from mlaprep.kernels_cache.files import PRIVATE_FILE, Folder
+
+_FIRST_PAUSE_S: Final = 0.001
+_LONGEST_PAUSE_S: Final = 0.02
+_OPEN_LOCK: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+@contextlib.contextmanager
+def file_lock(open_folder: Callable[[], Folder], name: str, timeout: float) -> Iterator[bool]:
+    """Hold a lock file of a folder, and remove it afterwards; yields whether it is held.
+
+    It is not held where ``timeout`` seconds passed, or where the file system cannot lock or write.
+    """
+    descriptor = _acquire(open_folder, name, time.monotonic() + timeout)
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            _release(open_folder, name, descriptor)
+
+
+def try_lock_folder(folder: Folder) -> bool | None:
+    """Lock an open folder for as long as it stays open: True held, False another's, None not possible."""
+    try:
+        fcntl.flock(folder.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _acquire(open_folder: Callable[[], Folder], name: str, deadline: float) -> int | None:
+    pause = _FIRST_PAUSE_S
+    while True:
+        try:
+            descriptor = _try_once(open_folder, name)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.ESTALE):
+                return None
+            descriptor = None
+        if descriptor is not None:
+            return descriptor
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return None
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def _try_once(open_folder: Callable[[], Folder], name: str) -> int | None:
+    with open_folder() as folder:
+        descriptor = os.open(name, _OPEN_LOCK, PRIVATE_FILE, dir_fd=folder.descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A holder removes its file before it lets go: only the file that still has the name counts.
+            status = os.fstat(descriptor)
+            if folder.holds(name, (status.st_dev, status.st_ino)):
+                return descriptor
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    return None
+
+
+def _release(open_folder: Callable[[], Folder], name: str, descriptor: int) -> None:
+    try:
+        with contextlib.suppress(OSError), open_folder() as folder:
+            status = os.fstat(descriptor)
+            if folder.holds(name, (status.st_dev, status.st_ino)):
+                os.unlink(name, dir_fd=folder.descriptor)
+        # A forked child may hold a copy of the descriptor: unlocking reaches that too, closing does not.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
