@@ -28,6 +28,7 @@ from mlaprep.service.errors import (
 )
 from mlaprep.service.resources import parse_resources
 from mlaprep.service.toolchain import Toolchain, buildable_archs, compile_options
+from mlaprep.service.workers import running_future
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.render import KernelSource
 
@@ -107,7 +108,7 @@ class Compiler:
 
     def submit(self, source: KernelSource, arch: Arch) -> "Future[KernelArtifact]":
         """As :meth:`compile`, at once; the future holds the artifact or the error. It cannot be cancelled."""
-        future: Future[KernelArtifact] = _running_future()
+        future: Future[KernelArtifact] = running_future()
         try:
             _check_text(source.text)
         except CompileFailed as error:
@@ -132,7 +133,7 @@ class Compiler:
         """The compiler in use, starting one process if none has run; errors as for :meth:`version`."""
         if (known := self._toolchain) is not None and os.getpid() == self._pid:
             return known
-        future: Future[Toolchain] = _running_future()
+        future: Future[Toolchain] = running_future()
         self._enqueue(_Job(future, lambda child: child.toolchain))
         return future.result()
 
@@ -214,7 +215,7 @@ class Compiler:
             if self._closed:
                 job.future.set_exception(BuilderClosed())
             elif self._down is not None and time.monotonic() < self._down_until:
-                job.future.set_exception(_again(self._down))
+                job.future.set_exception(self._down.again())
             elif self._queued >= self._queue_limit:
                 job.future.set_exception(QueueFull(self._queue_limit))
             else:
@@ -288,7 +289,7 @@ class Compiler:
         """
         with self._lock:
             if self._down is not None and time.monotonic() < self._down_until:
-                raise _again(self._down)
+                raise self._down.again()
         try:
             try:
                 child = self._open_once()
@@ -322,7 +323,7 @@ class Compiler:
     def _note_down(self, error: CompilerUnavailable) -> CompilerUnavailable:
         with self._lock:
             self._down, self._down_until = error, time.monotonic() + self._retry_s
-        return _again(error)
+        return error.again()
 
     def _discard(self, child: CompileChild | None) -> None:
         if child is not None:
@@ -394,15 +395,3 @@ def _check_text(text: str) -> None:
 def _shown(log: object) -> str:
     text = str(log).strip()
     return text if len(text) <= _MAX_LOG_SHOWN else f"{text[:_MAX_LOG_SHOWN]} [...]"
-
-
-def _again(error: CompilerUnavailable) -> CompilerUnavailable:
-    """A fresh instance: one that is raised in many threads would collect all their tracebacks."""
-    return CompilerUnavailable(error.library, error.reason)
-
-
-def _running_future() -> "Future[Any]":
-    """A future that no waiter can cancel, since others may wait for the same kernel."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-    return future

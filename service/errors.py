@@ -40,13 +40,22 @@ class CompilerUnavailable(BuildError):
             "install mlaprep[cuda12], or fetch kernels that are built already"
         )
 
+    def again(self) -> "CompilerUnavailable":
+        """A fresh instance to raise: one raised in many threads would collect their tracebacks."""
+        return CompilerUnavailable(self.library, self.reason)
+
 
 class CompileFailed(BuildError):
     """The compiler ran and gave no usable kernel. ``log`` is what it said, cut to a bounded length."""
 
     def __init__(self, message: str, log: str = "") -> None:
+        self.message = message
         self.log = log
         super().__init__(f"{message}\n{log}" if log else message)
+
+    def again(self) -> "CompileFailed":
+        """A fresh instance to raise: one raised in many threads would collect their tracebacks."""
+        return CompileFailed(self.message, self.log)
 
 
 class CompileTimeout(BuildError):

@@ -1,0 +1,286 @@
+"""Builder: get a kernel from the store, or compile it, once for all who ask."""
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final, Self
+
+from mlaprep.kernels_cache.artifact import KernelArtifact
+from mlaprep.kernels_cache.errors import ArtifactError
+from mlaprep.kernels_cache.key import cache_key, request_key
+from mlaprep.kernels_cache.store import KernelStore
+from mlaprep.service.compiler import DEFAULT_QUEUE_LIMIT, Compiler
+from mlaprep.service.errors import BuildError, CompileFailed, CompilerUnavailable
+from mlaprep.service.toolchain import compile_options, installed_nvrtc_version
+from mlaprep.service.workers import Workers
+from mlaprep.templates.arch import Arch
+from mlaprep.templates.errors import FieldProblem, SpecError
+from mlaprep.templates.render import KernelSource, check_target, render, templates_fingerprint
+from mlaprep.templates.spec import KernelSpec
+
+NEGATIVE_TTL_S: Final = 60.0
+LOCK_TIMEOUT_S: Final = 45.0
+"""How long another process may hold a key before this one compiles all the same."""
+
+_MAX_FAILURES: Final = 1024
+_THREADS_BEYOND_PROCESSES: Final = 4  # those that wait for another process's lock occupy no compiler
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A kernel, and whether it was there already when it was asked for."""
+
+    artifact: KernelArtifact
+    cached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BuilderStats:
+    """Counts since the builder was made, and what it does now."""
+
+    hits: int = 0
+    """Kernels found in the store."""
+    misses: int = 0
+    """Kernels asked for with :meth:`Builder.get` or :meth:`Builder.begin` that the store lacked."""
+    compiles: int = 0
+    joined: int = 0
+    """Callers that waited for a compile another had asked for."""
+    failures: int = 0
+    """Compiles that gave no kernel, for whatever reason."""
+    remembered_failures: int = 0
+    """Callers told of a failure that was known already."""
+    waiting: int = 0
+    building: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """One compile in the air; ``leads`` says whether this caller's request started it."""
+
+    future: "Future[Built]"
+    leads: bool
+
+    def settle(self, built: Built) -> Built:
+        """What this caller is told: whoever joined found the kernel there."""
+        return built if self.leads else dataclasses.replace(built, cached=True)
+
+
+Target = tuple[KernelSpec, Arch]
+
+
+class Builder:
+    """Kernels by spec and architecture, from a store or newly compiled.
+
+    One compile a key, over the threads of this process by shared futures and over the processes of this
+    machine by the store's lock. Only a refusal by the compiler is remembered, and only for
+    ``negative_ttl_s`` seconds: a missing library, a deadline or a crash says nothing of the kernel.
+
+    Args:
+        store: where kernels are looked up and published.
+        compiler: by default one of its own, started when first needed and closed with the builder.
+        queue_limit: different kernels that may wait before :class:`QueueFull`.
+    """
+
+    def __init__(
+        self,
+        store: KernelStore,
+        compiler: Compiler | None = None,
+        *,
+        negative_ttl_s: float = NEGATIVE_TTL_S,
+        lock_timeout_s: float = LOCK_TIMEOUT_S,
+        queue_limit: int = DEFAULT_QUEUE_LIMIT,
+    ) -> None:
+        self.store: Final = store
+        self.compiler: Final = compiler or Compiler()
+        self._owns_compiler = compiler is None
+        self._negative_ttl_s = negative_ttl_s
+        self._lock_timeout_s = lock_timeout_s
+        self._queue_limit = queue_limit
+        self._reset()
+
+    @property
+    def compiles(self) -> int:
+        """Kernels this builder has compiled."""
+        return self._counts["compiles"]
+
+    def get(self, spec: KernelSpec, arch: Arch) -> KernelArtifact | None:
+        """The kernel if it is built, verified; never compiles, and starts no process.
+
+        Where the compiler's version is unknown or the compiler unusable, the kernel last built for this
+        spec by any version serves.
+
+        Raises:
+            SpecError: the architecture cannot run the spec.
+        """
+        check_target(spec, arch)
+        state = self.compiler.state()
+        version = state.version or installed_nvrtc_version()
+        artifact = None
+        if version is not None:
+            artifact = self._stored(_key(render(spec), arch, version), spec, arch)
+        if artifact is None and (version is None or state.status == "unavailable"):
+            artifact = self._last_built(spec, arch)
+        self._count("misses" if artifact is None else "hits")
+        return artifact
+
+    def get_or_compile(self, spec: KernelSpec, arch: Arch) -> Built:
+        """The kernel, compiled now if need be.
+
+        Raises:
+            SpecError: the architecture cannot run the spec, or the compiler does not know it.
+            BuildError: one of its kinds, see :mod:`mlaprep.service.errors`.
+        """
+        artifact = self.get(spec, arch)
+        if artifact is not None:
+            return Built(artifact, cached=True)
+        flight = self.begin(spec, arch)
+        return flight.settle(flight.future.result())
+
+    def begin(self, spec: KernelSpec, arch: Arch) -> Flight:
+        """Start building, or join whoever does; returns at once.
+
+        The future holds what :meth:`get_or_compile` returns or raises, and cannot be cancelled.
+
+        Raises:
+            SpecError: the architecture cannot run the spec.
+            CompileFailed: the compiler refused this kernel a short while ago.
+            QueueFull, BuilderClosed: nothing was started.
+        """
+        check_target(spec, arch)
+        target = (spec, arch)
+        if os.getpid() != self._pid:
+            self._reset()
+        with self._lock:
+            self._recall_failure(target)
+            if (flight := self._flights.get(target)) is not None:
+                self._counts["joined"] += 1
+                return Flight(flight, leads=False)
+            future = self._workers.submit(lambda: self._build(target))
+            self._flights[target] = future
+        future.add_done_callback(lambda _: self._land(target))
+        return Flight(future, leads=True)
+
+    def in_flight(self) -> frozenset[Target]:
+        """What is being built now, or waits for it."""
+        with self._lock:
+            return frozenset(self._flights)
+
+    def failed(self) -> frozenset[Target]:
+        """What the compiler refused lately."""
+        now = time.monotonic()
+        with self._lock:
+            return frozenset(target for target, (until, _) in self._failures.items() if until > now)
+
+    def stats(self) -> BuilderStats:
+        with self._lock:
+            return BuilderStats(**self._counts, waiting=self._workers.waiting, building=len(self._flights))
+
+    def close(self) -> None:
+        """Fail what waits and end the compile processes. Safe to repeat."""
+        if os.getpid() != self._pid:
+            return
+        if self._owns_compiler:
+            self.compiler.close()
+        self._workers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._workers = Workers(self.compiler.processes + _THREADS_BEYOND_PROCESSES, self._queue_limit)
+        self._flights: dict[Target, Future[Built]] = {}
+        self._failures: OrderedDict[Target, tuple[float, CompileFailed]] = OrderedDict()
+        self._counts = dict.fromkeys(("hits", "misses", "compiles", "joined", "failures", "remembered_failures"), 0)
+
+    def _build(self, target: Target) -> Built:
+        try:
+            return self._build_or_raise(*target)
+        except BuildError as error:
+            self._count("failures")
+            if isinstance(error, CompileFailed):
+                self._remember_failure(target, error)
+            raise
+
+    def _build_or_raise(self, spec: KernelSpec, arch: Arch) -> Built:
+        source = render(spec)
+        try:
+            version = self.compiler.version()
+        except CompilerUnavailable:
+            if (artifact := self._last_built(spec, arch)) is not None:
+                return Built(artifact, cached=True)
+            raise
+        archs = self.compiler.archs()
+        if arch not in archs:
+            found = f"an architecture that NVRTC {version} does not build"
+            raise SpecError(FieldProblem("arch", found, "one of " + ", ".join(map(str, archs))))
+        key = _key(source, arch, version)
+        with self.store.key_lock(key, self._lock_timeout_s):
+            # Whoever held the lock before may have built it.
+            artifact = self._stored(key, spec, arch)
+            cached = artifact is not None
+            if artifact is None:
+                artifact = self.compiler.compile(source, arch)
+                self._count("compiles")
+                self.store.publish(artifact)
+            self.store.link(_request(spec, arch), artifact.key)
+        return Built(artifact, cached)
+
+    def _stored(self, key: str, spec: KernelSpec, arch: Arch) -> KernelArtifact | None:
+        artifact = self.store.get(key)
+        if artifact is None:
+            return None
+        try:
+            artifact.verify(key=key, arch=arch.name, spec=spec.to_dict())
+        except ArtifactError as error:
+            _log.warning("the stored kernel for %s on %s was refused: %s", spec.variant_id, arch, error)
+            return None
+        return artifact
+
+    def _last_built(self, spec: KernelSpec, arch: Arch) -> KernelArtifact | None:
+        """The kernel that a link names, whichever compiler version it came from."""
+        key = self.store.resolve(_request(spec, arch))
+        return None if key is None else self._stored(key, spec, arch)
+
+    def _land(self, target: Target) -> None:
+        with self._lock:
+            self._flights.pop(target, None)
+
+    def _remember_failure(self, target: Target, error: CompileFailed) -> None:
+        with self._lock:
+            self._failures[target] = (time.monotonic() + self._negative_ttl_s, error)
+            self._failures.move_to_end(target)
+            while len(self._failures) > _MAX_FAILURES:
+                self._failures.popitem(last=False)
+
+    def _recall_failure(self, target: Target) -> None:
+        until, error = self._failures.get(target, (0.0, None))
+        if error is None:
+            return
+        if time.monotonic() < until:
+            self._counts["remembered_failures"] += 1
+            raise error.again()
+        del self._failures[target]
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self._counts[name] += 1
+
+
+def _key(source: KernelSource, arch: Arch, version: str) -> str:
+    return cache_key(source=source.text, options=compile_options(arch), arch=arch.name, nvrtc_version=version)
+
+
+def _request(spec: KernelSpec, arch: Arch) -> str:
+    return request_key(arch=arch.name, spec=spec.to_dict(), generator=templates_fingerprint())

@@ -1,0 +1,53 @@
+"""Edge: what every request meets first. Request ids, HEAD for every GET, OPTIONS."""
+
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+
+
+class Edge:
+    """ASGI middleware.
+
+    A well-formed ``X-Request-ID`` is kept, any other is replaced; the reply carries it. HEAD runs as GET and
+    loses its body, so that both have the same headers and neither builds anything.
+
+    Args:
+        methods: methods of a path, none where there is no such resource.
+    """
+
+    def __init__(self, app: ASGIApp, methods: Callable[[str], Sequence[str]]) -> None:
+        self._app = app
+        self._methods = methods
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        head = scope["method"] == "HEAD"
+
+        async def reply(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            elif head and message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        if scope["method"] == "OPTIONS" and (allowed := self._methods(scope["path"])):
+            await Response(status_code=204, headers={"allow": ", ".join(allowed)})(scope, receive, reply)
+            return
+        await self._app({**scope, "method": "GET"} if head else scope, receive, reply)
+
+
+def _request_id(scope: Scope) -> bytes:
+    given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    if len(given) == 1 and _REQUEST_ID.fullmatch(given[0]):
+        return bytes(given[0])
+    return uuid.uuid4().hex.encode()
