@@ -1,0 +1,148 @@
+"""The ``mlaprep`` command: build, look at, fetch, serve and diagnose kernels."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.text import Text
+
+from mlaprep.clients import cli_kernels
+from mlaprep.clients.cli_kernels import bring, report
+from mlaprep.clients.cli_options import (
+    Archs,
+    CacheDir,
+    Json,
+    Overrides,
+    Presets,
+    SpecFile,
+    Token,
+    Tps,
+    Url,
+    Variants,
+    open_store,
+    select_archs,
+    select_specs,
+)
+from mlaprep.clients.cli_output import ExitCode, checks_table, print_json, reports_errors, stdout
+from mlaprep.clients.client import KernelClient
+from mlaprep.clients.supply import Obtained
+from mlaprep.templates.arch import Arch
+from mlaprep.templates.spec import KernelSpec
+
+DEFAULT_PORT: Final = 8400
+
+app: Final = typer.Typer(
+    name="mlaprep",
+    help="Generate, compile, cache and serve the fused MLA prepare kernel.",
+    epilog="Exit codes: 0 done, 1 failed, 2 wrong usage or specification, 3 unavailable.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.command("compile")
+@reports_errors
+def compile_(
+    presets: Presets = None,
+    tps: Tps = None,
+    variants: Variants = None,
+    spec_file: SpecFile = None,
+    overrides: Overrides = None,
+    archs: Archs = None,
+    url: Annotated[
+        str | None, typer.Option("--url", help="Have this service compile, and fetch the result. Default: here.")
+    ] = None,
+    token: Token = None,
+    cache_dir: CacheDir = None,
+    as_json: Json = False,
+) -> None:
+    """Compile kernels into the local cache. Needs no GPU and no nvcc."""
+    specs = select_specs(presets, tps, variants, spec_file, overrides)
+    targets = select_archs(archs)
+    store = open_store(cache_dir)
+    if url is not None:
+        with KernelClient(url, token=token, store=store, on_miss="error", offline=False) as client:
+            outcomes = bring(specs, targets, client.obtain, "compiling", quiet=as_json)
+        report(outcomes, as_json=as_json)
+        return
+    from mlaprep.service.builder import Builder
+
+    with Builder(store) as builder:
+
+        def build(spec: KernelSpec, arch: Arch) -> Obtained:
+            built = builder.get_or_compile(spec, arch)
+            return Obtained(built.artifact, "disk" if built.cached else "compiled", built.cached)
+
+        outcomes = bring(specs, targets, build, "compiling", quiet=as_json)
+        compiles = builder.compiles
+    report(outcomes, as_json=as_json, compiles=compiles)
+
+
+app.command("ls")(cli_kernels.ls)
+app.command("show")(cli_kernels.show)
+app.command("render")(cli_kernels.render)
+app.command("fetch")(cli_kernels.fetch)
+app.command("gc")(cli_kernels.gc)
+
+
+@app.command()
+@reports_errors
+def doctor(url: Url = None, token: Token = None, cache_dir: CacheDir = None, as_json: Json = False) -> None:
+    """Say what this machine can do with kernels, what it lacks, and what to do about it."""
+    from mlaprep.clients.doctor import examine
+    from mlaprep.service.toolchain import conflicts
+
+    examination = examine(_describe_compiler, conflicts, url=url, token=token, cache_dir=cache_dir)
+    if as_json:
+        checks = [
+            {"name": check.name, "status": check.status, "found": check.found, "advice": check.advice}
+            for check in examination.checks
+        ]
+        print_json({"usable": examination.usable, "checks": checks})
+    else:
+        console = stdout()
+        console.print(checks_table(examination.checks))
+        if not examination.usable:
+            console.print(Text("No kernel can be had here: neither a compiler nor a service.", style="bold red"))
+    if not examination.usable:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
+    _silence_retry_reports()
+    try:
+        app()
+    except Exception as error:
+        # A defect: say so in a line, and keep the traceback for those who ask for it.
+        if os.environ.get("MLAPREP_DEBUG"):
+            raise
+        typer.echo(f"internal error: {type(error).__name__}: {error} (MLAPREP_DEBUG=1 shows where)", err=True)
+        sys.exit(ExitCode.FAILED)
+
+
+def _describe_compiler() -> str:
+    from mlaprep.service.compiler import Compiler
+
+    with Compiler(processes=1) as compiler:
+        toolchain = compiler.toolchain()
+        archs = compiler.archs()
+    targets = f"{len(archs)} targets, {archs[0]} to {archs[-1]}" if archs else "none of the targets known here"
+    return f"{toolchain.version} ({Path(toolchain.library).name}), builds {targets}"
+
+
+def _silence_retry_reports() -> None:
+    """Stamina reports retries through structlog where that is installed, and by default that is stdout."""
+    from stamina.instrumentation import set_on_retry_hooks
+
+    set_on_retry_hooks(())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""doctor: what this machine can do with kernels, what it lacks, and what to do about it."""
+
+import importlib.metadata
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from mlaprep.clients.errors import DriverError, MlaprepError, ServiceRefused
+from mlaprep.clients.launch import cuda_driver
+from mlaprep.clients.rest import RestTransport
+from mlaprep.kernels_cache.disk import DiskStore, default_cache_dir
+from mlaprep.kernels_cache.errors import CacheError
+from mlaprep.templates.arch import Arch
+
+Status = Literal["ok", "warn", "missing"]
+
+_MAX_DEVICES: Final = 64
+_OLDEST_TORCH: Final = (2, 1)  # the first with float8_e4m3fn
+_SERVICE_TIMEOUT_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing looked at: ``found`` says what is there, ``advice`` what to do, "" where nothing is."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """Every check, and whether this machine can get kernels at all, by compiling or from a service."""
+
+    checks: tuple[Check, ...]
+    usable: bool
+
+
+def examine(
+    describe_compiler: Callable[[], str],
+    package_conflicts: Callable[[], Sequence[str]],
+    *,
+    url: str | None,
+    token: str | None,
+    cache_dir: Path | None,
+) -> Examination:
+    """Look at compiler, packages, driver, torch, cache and service.
+
+    Args:
+        describe_compiler: one line on the compiler in use; raises MlaprepError where there is none.
+        package_conflicts: sentences on installed packages that break each other.
+    """
+    compiler = check_compiler(describe_compiler)
+    service = check_service(url, token)
+    others = (check_packages(package_conflicts), check_driver(), check_torch(), check_cache(cache_dir))
+    usable = compiler.status != "missing" or (url is not None and service.status != "missing")
+    return Examination((compiler, *others, service), usable)
+
+
+def check_compiler(describe_compiler: Callable[[], str]) -> Check:
+    try:
+        return Check("NVRTC", "ok", describe_compiler())
+    except MlaprepError as error:
+        advice = "install mlaprep[service,cuda12] to compile here, or set MLAPREP_URL to a service that does"
+        return Check("NVRTC", "missing", str(error), advice)
+
+
+def check_packages(package_conflicts: Callable[[], Sequence[str]]) -> Check:
+    conflicts = package_conflicts()
+    if conflicts:
+        found, _, advice = conflicts[0].partition("; ")
+        return Check("packages", "warn", found, advice)
+    cupy = sorted(
+        f"{dist.metadata['Name']} {dist.version}"
+        for dist in importlib.metadata.distributions()
+        if str(dist.metadata["Name"]).lower().startswith("cupy")
+    )
+    return Check("packages", "ok", ", ".join(cupy) or "no CuPy; only compiling needs it")
+
+
+def check_driver() -> Check:
+    """The CUDA driver and the devices it shows, each with the architecture it gets."""
+    try:
+        driver = cuda_driver()
+    except DriverError as error:
+        advice = "none is needed to build and serve; to launch kernels here, install the NVIDIA driver"
+        found = "libcuda.so.1 cannot be loaded" if error.code is None else str(error)
+        return Check("CUDA driver", "warn", found, advice)
+    devices, unmapped = [], False
+    for ordinal in range(_MAX_DEVICES):
+        try:
+            major, minor = driver.capability(ordinal)
+        except DriverError:
+            break
+        arch = Arch.for_device((major, minor))
+        unmapped |= arch is None
+        devices.append(f"device {ordinal}: {major}.{minor} → {arch or 'the unfused chain'}")
+    if not devices:
+        advice = "check nvidia-smi and CUDA_VISIBLE_DEVICES; building and serving work without one"
+        return Check("CUDA driver", "warn", "a driver that shows no device", advice)
+    if unmapped:
+        advice = "no kernel is chosen by itself for such a device; prepare takes the unfused chain there"
+        return Check("CUDA driver", "warn", "; ".join(devices), advice)
+    return Check("CUDA driver", "ok", "; ".join(devices))
+
+
+def check_torch() -> Check:
+    """Looks at the installed version only: importing torch takes seconds."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return Check(
+            "torch", "warn", "not installed", "none is needed to build and serve; to call a kernel, install torch"
+        )
+    release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if release < _OLDEST_TORCH:
+        return Check("torch", "warn", version, "install torch 2.1 or later: older ones lack float8_e4m3fn")
+    if version.endswith("+cpu"):
+        return Check("torch", "ok", f"{version}: the unfused chain on the CPU; launching needs a CUDA build")
+    return Check("torch", "ok", version)
+
+
+def check_cache(cache_dir: Path | None) -> Check:
+    """The kernel cache: owner, mode, content, and a file written and removed again."""
+    folder = cache_dir or default_cache_dir(os.environ)
+    try:
+        store = DiskStore(folder)
+        status = os.stat(store.root)
+        with tempfile.TemporaryFile(dir=store.root) as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+        stats = store.stats()
+    except (CacheError, OSError) as error:
+        advice = "set MLAPREP_CACHE_DIR to a directory of your own; until then kernels live in memory only"
+        return Check("cache", "warn", str(error), advice)
+    mode = stat.S_IMODE(status.st_mode)
+    found = f"{store.root}, uid {status.st_uid}, mode {mode:04o}, {stats.entries} kernels, {stats.bytes:,} bytes"
+    if mode & 0o077:
+        return Check("cache", "warn", found, f"chmod 700 {store.root}: other users can read it")
+    return Check("cache", "ok", found)
+
+
+def check_service(url: str | None, token: str | None) -> Check:
+    if not url:
+        return Check("service", "ok", "none configured; kernels are compiled here", "")
+    try:
+        transport = RestTransport(url, token, timeout=_SERVICE_TIMEOUT_S)
+        transport.document("/healthz")
+    except MlaprepError as error:
+        return Check("service", "missing", str(error), "start it (mlaprep serve) or mend MLAPREP_URL")
+    try:
+        transport.document("/readyz")
+    except ServiceRefused as error:
+        return Check("service", "warn", f"{url} is up, not ready: {error}", "see its /readyz and its log")
+    except MlaprepError as error:
+        return Check("service", "warn", f"{url} is up, /readyz failed: {error}", "see its log")
+    finally:
+        transport.close()
+    return Check("service", "ok", f"{url} is ready")
