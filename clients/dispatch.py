@@ -179,6 +179,7 @@ def _spec(operands: Operands, reserved: bool, dcp_world: int, dcp_interleave: in
             dcp_world,
             dcp_interleave,
             operands.out is not None and not operands.out.is_contiguous(),
+            all(_stored_16(tensor) for tensor in (operands.kv_cache, operands.out)),
         )
     except SpecError:
         return None
@@ -197,6 +198,7 @@ def _cached_spec(
     dcp_world: int,
     dcp_interleave: int,
     strided_out: bool,
+    aligned: bool,
 ) -> KernelSpec:
     return KernelSpec.from_dict(
         {
@@ -210,7 +212,16 @@ def _cached_spec(
             "reserved_slot": reserved,
             "dcp_world": dcp_world,
             "dcp_interleave": dcp_interleave if dcp_world > 1 else 1,
+            "elements_per_thread": None if aligned else 8,
             "out_token_stride": "dynamic" if strided_out else None,
             "out_head_stride": "dynamic" if strided_out else None,
         }
+    )
+
+
+def _stored_16(tensor: "Tensor | None") -> bool:
+    """Whether every row of a result starts at a multiple of 16 bytes."""
+    return tensor is None or (
+        tensor.data_ptr() % 16 == 0
+        and all(stride % 16 == 0 for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False) if size > 1)
     )

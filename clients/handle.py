@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mlaprep.clients.errors import ArtifactRejected, DriverError, ForkedProcessError, KernelNotReady, NotCovered
 from mlaprep.clients.launch import KernelDriver, Launcher, cuda_driver
 from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
-from mlaprep.clients.plan import RowShape, plan_launch
+from mlaprep.clients.plan import MAX_TOKENS, RowShape, plan_launch
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.errors import ArtifactError
 from mlaprep.templates.arch import Arch
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 _INPUT_ALIGNMENT: Final = 16
 """Bytes: inputs are read 16 at a time."""
-_OUTPUT_ALIGNMENT: Final = 8
-"""Bytes: results are written 8 at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +231,8 @@ class KernelHandle:
         ):
             if found != wanted:
                 return f"{name} {found}, the kernel has {wanted}"
-        if operands.tokens > self._shape.max_tokens:
-            return f"{operands.tokens} tokens, one launch takes at most {self._shape.max_tokens}"
+        if operands.tokens > MAX_TOKENS:
+            return f"{operands.tokens} tokens, one launch takes at most {MAX_TOKENS}"
         for name, given, made in (
             ("q_scale_inv", operands.q_scale_inv is not None, spec.q_scale != "none"),
             ("kv_scale_inv", operands.kv_scale_inv is not None, spec.kv_scale != "none"),
@@ -253,17 +251,20 @@ class KernelHandle:
             return f"loc of int{width}, the kernel takes int{self.spec.loc_dtype[1:]}"
         if operands.tokens > 1 and loc.stride(0) != 1:
             return f"loc with stride {loc.stride(0)}, the kernel takes a contiguous one"
+        if loc.data_ptr() % loc.element_size():
+            return f"loc at an address that is no multiple of {loc.element_size()} bytes"
         return None
 
     def _uncovered_memory(self, operands: Operands) -> str | None:
         spec = self.spec
+        stored = spec.elements_per_thread  # one byte an element, stored at once
         for name, tensor, dims, alignment in (
             ("q_nope", operands.q_nope, _QUERY_DIMS, _INPUT_ALIGNMENT),
             ("q_rope", operands.q_rope, _QUERY_DIMS, _INPUT_ALIGNMENT),
             ("k_nope", operands.k_nope, _TOKEN_DIMS, _INPUT_ALIGNMENT),
             ("k_rope", operands.k_rope, _TOKEN_DIMS, _INPUT_ALIGNMENT),
-            ("kv_cache", operands.kv_cache, _CACHE_DIMS, _OUTPUT_ALIGNMENT),
-            ("out", operands.out, _QUERY_DIMS, _OUTPUT_ALIGNMENT),
+            ("kv_cache", operands.kv_cache, _CACHE_DIMS, stored),
+            ("out", operands.out, _QUERY_DIMS, stored),
         ):
             if tensor is None or tensor.numel() == 0:
                 continue

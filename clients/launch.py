@@ -202,16 +202,14 @@ def cuda_driver() -> CudaDriver:
 class _Frame:
     """One launch's memory: packed arguments, their addresses, and the launch configuration."""
 
-    def __init__(self, layout: struct.Struct, offsets: Sequence[int], function: int, block_x: int, pdl: bool) -> None:
+    def __init__(self, layout: struct.Struct, offsets: Sequence[int], function: int, pdl: bool) -> None:
         self.arguments = bytearray(layout.size)
         self._memory = (ctypes.c_char * layout.size).from_buffer(self.arguments)
         base = ctypes.addressof(self._memory)
         self.addresses = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
         self.attribute = _LaunchAttribute(id=_ATTRIBUTE_PROGRAMMATIC_SERIALIZATION)
         self.attribute.value[0] = 1
-        self.config = _LaunchConfig(
-            grid_x=1, grid_y=1, grid_z=1, block_x=block_x, block_y=1, block_z=1, shared_bytes=0, stream=None
-        )
+        self.config = _LaunchConfig()
         self.config.attributes = ctypes.pointer(self.attribute)
         self.config.attribute_count = 1 if pdl else 0
         self.call = (ctypes.byref(self.config), ctypes.c_void_p(function), self.addresses, None)
@@ -234,11 +232,11 @@ class _CudaLauncher:
         try:
             frame = self._frames.pop()
         except IndexError:
-            frame = _Frame(self._layout, self._offsets, self._kernel.function, config.threads_per_row, self._pdl)
+            frame = _Frame(self._layout, self._offsets, self._kernel.function, self._pdl)
         self._layout.pack_into(frame.arguments, 0, *arguments)
         launch = frame.config
-        launch.grid_x = config.blocks
-        launch.block_y = config.rows_per_block
+        launch.grid_x, launch.grid_y, launch.grid_z = config.grid
+        launch.block_x, launch.block_y, launch.block_z = config.block
         launch.stream = stream
         current = ctypes.c_void_p()
         self._cuda.cuCtxGetCurrent(ctypes.byref(current))

@@ -1,24 +1,26 @@
-"""LaunchConfig: how many blocks of what shape a launch takes. A pure function of its arguments."""
+"""LaunchConfig: the grid and block of a launch. A pure function of its arguments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-MAX_ROWS: Final = 2**31 - 1024
-"""Rows (query heads and cache rows of all tokens) that one launch can number.
+MAX_TOKENS: Final = 2**31 - 1
+"""Tokens that one launch can number: the kernel counts them in 32 bits."""
 
-The kernel counts rows in 32 bits and its grid has one x dimension of at most 2**31 - 1 blocks; the
-margin keeps the last block's surplus rows from wrapping.
-"""
+_GRID_Y: Final = 65535
+"""Largest y and z extents of a grid; x goes to 2**31 - 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """Grid of ``blocks``, each ``threads_per_row`` x ``rows_per_block`` threads."""
+    """Extents (x, y, z) of the grid, in blocks, and of a block, in threads.
 
-    blocks: int
-    threads_per_row: int
-    rows_per_block: int
+    x of a block runs over the elements of a row, y over the rows of a token, z over tokens; x of the grid
+    runs over the rows of a token, y and then z over tokens.
+    """
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,33 +35,30 @@ class RowShape:
     def from_launch(cls, launch: Mapping[str, Any]) -> "RowShape":
         return cls(launch["threads_per_row"], launch["rows_per_token"], launch["max_threads_per_block"])
 
-    @property
-    def max_tokens(self) -> int:
-        """The largest T that one launch takes."""
-        return MAX_ROWS // self.rows_per_token
-
 
 def plan_launch(shape: RowShape, tokens: int, multiprocessors: int) -> LaunchConfig:
     """The launch for ``tokens`` tokens on a device of that many multiprocessors.
 
-    Small launches take the smallest blocks, so that every multiprocessor gets work and the last row
-    is not queued behind others; large ones take large blocks, which keep the block scheduler out of
-    the way. The thresholds were measured on an H200 (``benchmarks/results``).
+    A block holds several rows of one token, since the block scheduler, not bandwidth, bounds a launch of
+    many small blocks; once there are more tokens than the device has multiprocessors, more rows. Where a
+    token has too few rows to fill a block, it holds several tokens. The sizes were measured on an H200.
 
     Raises:
-        ValueError: ``tokens`` below 1 or above ``shape.max_tokens``.
+        ValueError: ``tokens`` below 1 or above ``MAX_TOKENS``.
     """
-    if not 1 <= tokens <= shape.max_tokens:
-        raise ValueError(f"tokens is {tokens}; one launch of this kernel takes 1 to {shape.max_tokens}")
-    rows = tokens * shape.rows_per_token
-    rows_per_block = -(-_MIN_THREADS // shape.threads_per_row)
-    while rows > _ROWS_PER_MULTIPROCESSOR * multiprocessors * rows_per_block and (
-        2 * rows_per_block * shape.threads_per_row <= min(_MAX_THREADS, shape.max_threads_per_block)
-    ):
-        rows_per_block *= 2
-    return LaunchConfig(-(-rows // rows_per_block), shape.threads_per_row, rows_per_block)
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise ValueError(f"tokens is {tokens}; one launch takes 1 to {MAX_TOKENS}")
+    threads = _LARGE_BLOCK if tokens > multiprocessors else _SMALL_BLOCK
+    threads = min(threads, shape.max_threads_per_block)
+    # Spread the rows evenly over as many blocks as it takes, so that the last block is not a thin one.
+    groups = -(-shape.rows_per_token // max(1, threads // shape.threads_per_row))
+    rows = -(-shape.rows_per_token // groups)
+    tokens_per_block = max(1, min(threads // (rows * shape.threads_per_row), tokens, _BLOCK_Z)) if groups == 1 else 1
+    blocks = -(-tokens // tokens_per_block)
+    y = min(blocks, _GRID_Y)
+    return LaunchConfig((groups, y, -(-blocks // y)), (shape.threads_per_row, rows, tokens_per_block))
 
 
-_MIN_THREADS: Final = 64
-_MAX_THREADS: Final = 576
-_ROWS_PER_MULTIPROCESSOR: Final = 8
+_SMALL_BLOCK: Final = 288
+_LARGE_BLOCK: Final = 468
+_BLOCK_Z: Final = 64

@@ -16,7 +16,7 @@ import jinja2
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.errors import FieldProblem, SpecError
 from mlaprep.templates.signature import kernel_parameters
-from mlaprep.templates.spec import DYNAMIC, ELEMENTS_PER_THREAD, STRIDE_FIELDS, KernelSpec
+from mlaprep.templates.spec import DYNAMIC, STRIDE_FIELDS, KernelSpec
 
 ENTRY: Final = "mla_prepare"
 """Name of the kernel in every source and cubin."""
@@ -48,8 +48,8 @@ class KernelSource:
         for the cache row, ``parameters`` the kernel's arguments as ``[name, type]`` in order.
         """
         return {
-            "elements_per_thread": ELEMENTS_PER_THREAD,
-            "threads_per_row": _threads_per_row(self.spec),
+            "elements_per_thread": self.spec.elements_per_thread,
+            "threads_per_row": self.spec.row_width // self.spec.elements_per_thread,
             "rows_per_token": _rows_per_token(self.spec),
             "max_threads_per_block": MAX_THREADS_PER_BLOCK,
             "pdl": self.spec.pdl,
@@ -103,10 +103,6 @@ def _environment() -> jinja2.Environment:
     )
 
 
-def _threads_per_row(spec: KernelSpec) -> int:
-    return spec.row_width // ELEMENTS_PER_THREAD
-
-
 def _rows_per_token(spec: KernelSpec) -> int:
     return (spec.num_heads if spec.write_q else 0) + (1 if spec.write_kv else 0)
 
@@ -136,7 +132,6 @@ def _context(spec: KernelSpec) -> dict[str, Any]:
             for field in STRIDE_FIELDS
             if getattr(spec, field) != DYNAMIC and not spec.stride_is_moot(field)
         },
-        "elements_per_thread": ELEMENTS_PER_THREAD,
         "max_threads": MAX_THREADS_PER_BLOCK,
         "rows_per_token": _rows_per_token(spec),
     }

@@ -23,8 +23,8 @@ DYNAMIC: Final = "dynamic"
 Stride = int | Literal["dynamic"]
 """A stride in elements: a constant, or ``"dynamic"`` for one passed at launch."""
 
-ELEMENTS_PER_THREAD: Final = 8
-"""Elements that one thread moves: one 16-byte load of a 2-byte type. Widths and strides are multiples."""
+LOAD_ELEMENTS: Final = 8
+"""Elements of one 16-byte load of a 2-byte type. Widths and strides are multiples."""
 
 MAX_STRIDE: Final = 2**40
 
@@ -47,6 +47,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "q_scale": get_args(Scale),
     "kv_scale": get_args(Scale),
 }
+_SIZES: Final[Mapping[str, tuple[int, ...]]] = {"elements_per_thread": (8, 16)}
 _FLAGS: Final = ("reserved_slot", "pdl", "write_kv", "write_q")
 _STRIDES: Final[Mapping[str, str]] = {
     # field: token in a variant id
@@ -114,6 +115,9 @@ class KernelSpec:
     """Whether the kernel waits for and releases its neighbours by programmatic dependent launch."""
     write_kv: bool = True
     write_q: bool = True
+    elements_per_thread: int = None  # type: ignore[assignment]  # 16 where rope_dim allows it when omitted
+    """Elements that one thread moves: 16 is faster and stores 16 bytes at a time, which the cache's and
+    the result's addresses and strides must then be multiples of; 8 asks for 8."""
     q_nope_token_stride: Stride = DYNAMIC
     q_nope_head_stride: Stride = DYNAMIC
     q_rope_token_stride: Stride = DYNAMIC
@@ -169,6 +173,8 @@ class KernelSpec:
             words.append(f"dcp{self.dcp_world}x{self.dcp_interleave}")
         words += ["res"] * self.reserved_slot
         words += ["qonly"] * (not self.write_kv) + ["kvonly"] * (not self.write_q)
+        if self.elements_per_thread != default["elements_per_thread"]:
+            words.append(f"e{self.elements_per_thread}")
         for field, word in _STRIDES.items():
             stride = getattr(self, field)
             if stride != default[field]:
@@ -225,11 +231,13 @@ class KernelSpec:
             good = type(value) is int and low <= value <= high and value % multiple == 0
         elif name in _CHOICES:
             good = type(value) is str and value in _CHOICES[name]
+        elif name in _SIZES:
+            good = type(value) is int and value in _SIZES[name]
         elif name in _FLAGS:
             good = type(value) is bool
         else:
             good = (type(value) is str and value == DYNAMIC) or (
-                type(value) is int and 0 <= value <= MAX_STRIDE and value % ELEMENTS_PER_THREAD == 0
+                type(value) is int and 0 <= value <= MAX_STRIDE and value % LOAD_ELEMENTS == 0
             )
         return [] if good else [FieldProblem(name, describe(value), allowed_values(name))]
 
@@ -273,6 +281,15 @@ class KernelSpec:
                     refuse(field, "a cache option beside write_kv false", str(off).lower())
         if self.dcp_world == 1 and self.dcp_interleave != 1:
             refuse("dcp_interleave", "an interleave with dcp_world 1", "1, or a dcp_world above 1")
+        if self.elements_per_thread == 16:
+            if self.rope_dim % 16:
+                refuse("elements_per_thread", "16 with a rope_dim that is no multiple of 16", "8")
+            for field in ("cache_row_stride", "out_token_stride", "out_head_stride"):
+                stride = getattr(self, field)
+                if stride != DYNAMIC and stride % 16:
+                    refuse(
+                        field, "a stride that 16-byte stores cannot use", "a multiple of 16, or elements_per_thread 8"
+                    )
         if self.cache_row_stride != DYNAMIC and self.cache_row_stride < self.row_width:
             refuse("cache_row_stride", "a stride below the row width", f"{self.row_width} or more")
         if self.out_head_stride != DYNAMIC and self.num_heads > 1 and self.out_head_stride < self.row_width:
@@ -291,7 +308,7 @@ class KernelSpec:
             raise UnsupportedSpecError(problems)
 
 
-_DERIVED: Final = ("query_dtype", "tile_scale", "out_token_stride", "out_head_stride")
+_DERIVED: Final = ("query_dtype", "tile_scale", "elements_per_thread", "out_token_stride", "out_head_stride")
 _LAYOUT_WORDS: Final[Mapping[str, str]] = {"fp8": "fp8", "fp8-q16": "fp8q16", "same": "same", "ds_mla": "dsmla"}
 _ROPE_WORDS: Final[Mapping[str, str]] = {"none": "norope", "interleaved": "interleaved", "neox": "neox"}
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -302,6 +319,7 @@ def _derived_defaults(spec: KernelSpec) -> dict[str, Any]:
     defaults: dict[str, Any] = dict.fromkeys(STRIDE_FIELDS, DYNAMIC)
     defaults["query_dtype"] = "e4m3" if spec.layout in ("fp8", "ds_mla") else "input"
     defaults["tile_scale"] = "raw" if spec.layout == "ds_mla" else "none"
+    defaults["elements_per_thread"] = 8 if spec.rope_dim % 16 else 16
     defaults["out_token_stride"] = spec.num_heads * spec.row_width
     defaults["out_head_stride"] = spec.row_width
     return defaults
@@ -333,9 +351,11 @@ def allowed_values(field: str) -> str:
         return f"an integer from {low} to {high}" + (f", a multiple of {multiple}" if multiple > 1 else "")
     if field in _CHOICES:
         return "one of " + ", ".join(_CHOICES[field])
+    if field in _SIZES:
+        return "one of " + ", ".join(map(str, _SIZES[field]))
     if field in _FLAGS:
         return "true or false"
-    return f'"dynamic", or an integer from 0 to {MAX_STRIDE}, a multiple of {ELEMENTS_PER_THREAD}'
+    return f'"dynamic", or an integer from 0 to {MAX_STRIDE}, a multiple of {LOAD_ELEMENTS}'
 
 
 def spec_json_schema() -> dict[str, Any]:
@@ -350,10 +370,12 @@ def spec_json_schema() -> dict[str, Any]:
                 schema["multipleOf"] = multiple
         elif name in _CHOICES:
             schema = {"type": "string", "enum": list(_CHOICES[name])}
+        elif name in _SIZES:
+            schema = {"type": "integer", "enum": list(_SIZES[name])}
         elif name in _FLAGS:
             schema = {"type": "boolean"}
         else:
-            integer = {"type": "integer", "minimum": 0, "maximum": MAX_STRIDE, "multipleOf": ELEMENTS_PER_THREAD}
+            integer = {"type": "integer", "minimum": 0, "maximum": MAX_STRIDE, "multipleOf": LOAD_ELEMENTS}
             schema = {"anyOf": [{"const": DYNAMIC, "type": "string"}, integer]}
         if name != "num_heads":
             schema = {"anyOf": [*schema.get("anyOf", [schema]), {"type": "null"}]}
@@ -376,7 +398,7 @@ _VARIANT_ID: Final = re.compile(
     r"-(?P<loc>i32|i64)-(?P<pdl>pdl|nopdl)"
     r"(?:-q(?P<query>e4m3|input))?(?:-ts(?P<tile>raw|pow2))?(?:-pos(?P<position>i32|i64))?"
     rf"(?P<qs>-qs)?(?P<kvs>-kvs)?(?:-dcp(?P<world>{_NUMBER})x(?P<interleave>{_NUMBER}))?"
-    r"(?P<res>-res)?(?P<qonly>-qonly)?(?P<kvonly>-kvonly)?"
+    r"(?P<res>-res)?(?P<qonly>-qonly)?(?P<kvonly>-kvonly)?(?:-e(?P<elements>8|16))?"
     + "".join(rf"(?:-{word}(?P<{field}>dyn|{_NUMBER}))?" for field, word in _STRIDES.items()),
     re.ASCII,
 )
@@ -424,6 +446,7 @@ def parse_variant_id(variant_id: str) -> KernelSpec:
             "reserved_slot": words["res"] is not None,
             "write_kv": words["qonly"] is None,
             "write_q": words["kvonly"] is None,
+            "elements_per_thread": int(words["elements"]) if words["elements"] else None,
             **strides,
         }
     )

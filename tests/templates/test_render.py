@@ -48,7 +48,8 @@ def test_no_read_takes_the_non_coherent_path_and_order_is_wait_then_release() ->
     assert "ld.global.nc" not in code
     assert "__restrict__" not in code
     body = code[code.index('extern "C"') :]
-    assert body.index("wait_for_predecessors") < body.index("load_words4") < body.index("release_dependents")
+    assert body.index("wait_for_predecessors") < body.index("load_elements") < body.index("release_dependents")
+    assert body.index("release_dependents") < body.index("store_codes")
     without = render(KernelSpec(num_heads=12, pdl=False)).text
     assert "griddepcontrol" not in without
 

@@ -25,6 +25,7 @@ documents = st.fixed_dictionaries(
         "dcp_interleave": st.integers(1, 65536),
         "reserved_slot": st.booleans(),
         "pdl": st.booleans(),
+        "elements_per_thread": st.sampled_from([8, 16, None]),
         "write_kv": st.booleans(),
         "write_q": st.booleans(),
         **dict.fromkeys(STRIDE_FIELDS, strides),
@@ -103,6 +104,8 @@ def test_strides_that_cannot_matter_do_not_make_a_variant() -> None:
         ("dtype", ["bf16"]),
         ("layout", "e5m2"),
         ("loc_dtype", "i16"),
+        ("elements_per_thread", 4),
+        ("elements_per_thread", "16"),
         ("pdl", 1),
         ("pdl", "yes"),
         ("write_q", 0),
@@ -119,8 +122,8 @@ def test_strides_that_cannot_matter_do_not_make_a_variant() -> None:
 )
 def test_a_bad_field_is_named_with_its_range_and_not_echoed(field: str, value: object) -> None:
     error = refusal(**{"num_heads": 12, field: value})
-    (problem,) = error.problems
-    assert problem.field == field
+    problem = error.problems[0]
+    assert {problem.field for problem in error.problems} == {field}
     assert problem.allowed
     if isinstance(value, str):
         assert value not in problem.found
@@ -152,6 +155,8 @@ def test_unknown_and_missing_fields_are_named() -> None:
         ({"write_kv": False, "kv_scale": "scalar"}, "kv_scale"),
         ({"write_q": False, "q_scale": "scalar"}, "q_scale"),
         ({"dcp_interleave": 64}, "dcp_interleave"),
+        ({"rope_dim": 8, "elements_per_thread": 16}, "elements_per_thread"),
+        ({"cache_row_stride": 584}, "cache_row_stride"),
         ({"rope": "neox", "rope_dim": 0}, "rope"),
         ({"position_dtype": "i32"}, "position_dtype"),
         ({"query_dtype": "input"}, "query_dtype"),
