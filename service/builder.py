@@ -1,6 +1,7 @@
 """Builder: get a kernel from the store, or compile it, once for all who ask."""
 
 import dataclasses
+import functools
 import logging
 import os
 import threading
@@ -10,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Self
 
-from mlaprep.kernels_cache.artifact import KernelArtifact
+from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.errors import ArtifactError
 from mlaprep.kernels_cache.key import cache_key, request_key
 from mlaprep.kernels_cache.store import KernelStore
@@ -28,6 +29,7 @@ LOCK_TIMEOUT_S: Final = 45.0
 """How long another process may hold a key before this one compiles all the same."""
 
 _MAX_FAILURES: Final = 1024
+_MAX_USES: Final = 65536
 _THREADS_BEYOND_PROCESSES: Final = 4  # those that wait for another process's lock occupy no compiler
 
 _log = logging.getLogger(__name__)
@@ -70,6 +72,14 @@ class Flight:
     def settle(self, built: Built) -> Built:
         """What this caller is told: whoever joined found the kernel there."""
         return built if self.leads else dataclasses.replace(built, cached=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How often a kernel was given out by this builder, and when last, in seconds since the epoch."""
+
+    count: int
+    last: float
 
 
 Target = tuple[KernelSpec, Arch]
@@ -127,7 +137,11 @@ class Builder:
             artifact = self._stored(_key(render(spec), arch, version), spec, arch)
         if artifact is None and (version is None or state.status == "unavailable"):
             artifact = self._last_built(spec, arch)
-        self._count("misses" if artifact is None else "hits")
+        if artifact is None:
+            self._count("misses")
+        else:
+            self._count("hits")
+            self._note_use((spec, arch))
         return artifact
 
     def get_or_compile(self, spec: KernelSpec, arch: Arch) -> Built:
@@ -165,7 +179,21 @@ class Builder:
             future = self._workers.submit(lambda: self._build(target))
             self._flights[target] = future
         future.add_done_callback(lambda _: self._land(target))
+        self._note_use(target)
         return Flight(future, leads=True)
+
+    def would_serve(self, manifest: Manifest, spec: KernelSpec, arch: Arch) -> bool:
+        """Whether :meth:`get` would give out this entry of the store, as far as its manifest tells."""
+        state = self.compiler.state()
+        version = state.version or installed_nvrtc_version()
+        if version is None or state.status == "unavailable":
+            return True
+        return manifest.key == _key(render(spec), arch, version)
+
+    def use(self, spec: KernelSpec, arch: Arch) -> Use | None:
+        """How a kernel was used since this builder was made, if it was."""
+        with self._lock:
+            return self._uses.get((spec, arch))
 
     def in_flight(self) -> frozenset[Target]:
         """What is being built now, or waits for it."""
@@ -202,6 +230,7 @@ class Builder:
         self._workers = Workers(self.compiler.processes + _THREADS_BEYOND_PROCESSES, self._queue_limit)
         self._flights: dict[Target, Future[Built]] = {}
         self._failures: OrderedDict[Target, tuple[float, CompileFailed]] = OrderedDict()
+        self._uses: OrderedDict[Target, Use] = OrderedDict()
         self._counts = dict.fromkeys(("hits", "misses", "compiles", "joined", "failures", "remembered_failures"), 0)
 
     def _build(self, target: Target) -> Built:
@@ -253,6 +282,14 @@ class Builder:
         key = self.store.resolve(_request(spec, arch))
         return None if key is None else self._stored(key, spec, arch)
 
+    def _note_use(self, target: Target) -> None:
+        with self._lock:
+            use = self._uses.get(target, Use(0, 0.0))
+            self._uses[target] = Use(use.count + 1, time.time())
+            self._uses.move_to_end(target)
+            if len(self._uses) > _MAX_USES:
+                self._uses.popitem(last=False)
+
     def _land(self, target: Target) -> None:
         with self._lock:
             self._flights.pop(target, None)
@@ -278,6 +315,7 @@ class Builder:
             self._counts[name] += 1
 
 
+@functools.lru_cache(maxsize=8192)
 def _key(source: KernelSource, arch: Arch, version: str) -> str:
     return cache_key(source=source.text, options=compile_options(arch), arch=arch.name, nvrtc_version=version)
 

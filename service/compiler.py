@@ -38,6 +38,7 @@ DEFAULT_QUEUE_LIMIT: Final = 1024
 
 _MAX_LOG_SHOWN: Final = 4000
 _JOIN_TIMEOUT_S: Final = 5.0
+_CPU_MARGIN_S: Final = 2.0  # the wall clock is to end a compile; this limit holds where nobody watches it
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +132,28 @@ class Compiler:
 
     def toolchain(self) -> Toolchain:
         """The compiler in use, starting one process if none has run; errors as for :meth:`version`."""
-        if (known := self._toolchain) is not None and os.getpid() == self._pid:
+        if (known := self.known_toolchain) is not None:
             return known
         future: Future[Toolchain] = running_future()
         self._enqueue(_Job(future, lambda child: child.toolchain))
         return future.result()
 
+    @property
+    def known_toolchain(self) -> Toolchain | None:
+        """The compiler in use, if any process has run; starts nothing."""
+        return self._toolchain if os.getpid() == self._pid else None
+
     def start(self) -> None:
-        """Start every process in the background, so that the first kernel does not wait for it."""
+        """Start every process in the background, so that the first kernel does not wait for it.
+
+        Where there was no compiler it is looked for again, once the time to retry has come.
+        """
         with self._lock:
             while not self._closed and len(self._threads) < self.processes:
                 self._start_thread()
+            again = self._down is not None and time.monotonic() >= self._down_until and not self._queued
+        if again:
+            self._enqueue(_Job(running_future(), lambda child: child.toolchain))
 
     def state(self) -> CompilerState:
         with self._lock:
@@ -304,7 +316,9 @@ class Compiler:
         return child
 
     def _open_once(self) -> CompileChild:
-        child = CompileChild(memory_bytes=self._memory_bytes, cpu_s=self._timeout_s, command=self._command)
+        child = CompileChild(
+            memory_bytes=self._memory_bytes, cpu_s=self._timeout_s + _CPU_MARGIN_S, command=self._command
+        )
         with self._lock:
             self._children.append(child)
             closed = self._closed

@@ -35,7 +35,12 @@ class Edge:
 
         async def reply(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                if message["status"] == 405 and (known := self._methods(scope["path"])):
+                    # A router names the methods of the first route that has the path.
+                    headers = [header for header in headers if header[0] != b"allow"]
+                    headers.append((b"allow", ", ".join(known).encode()))
+                message = {**message, "headers": headers}
             elif head and message["type"] == "http.response.body":
                 message = {**message, "body": b""}
             await send(message)

@@ -24,40 +24,50 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="MLAPREP_", extra="ignore", frozen=True, hide_input_in_errors=True)
 
-    host: str = Field("127.0.0.1", description="address to listen on; one that is not loopback needs a token")
-    port: int = Field(8400, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    host: str = Field(default="127.0.0.1", description="address to listen on; one that is not loopback needs a token")
+    port: int = Field(default=8400, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     token: SecretStr | None = Field(
-        None, description="bearer token that building asks for; without one, only loopback may build"
+        default=None, description="bearer token that building asks for; without one, only loopback may build"
     )
-    read_only: bool = Field(False, description="serve what is built and build nothing; starts no compiler")
-    cache_dir: Path | None = Field(None, description="where kernels are kept on disk; see above for the default")
+    read_only: bool = Field(default=False, description="serve what is built and build nothing; starts no compiler")
+    cache_dir: Path | None = Field(
+        default=None, description="where kernels are kept on disk; see above for the default"
+    )
     cache_max_bytes: int = Field(
-        DISK_BYTES, ge=_MIB, description="bytes of kernels on disk; the least recently used go first"
+        default=DISK_BYTES, ge=_MIB, description="bytes of kernels on disk; the least recently used go first"
     )
-    memory_max_bytes: int = Field(MEMORY_BYTES, ge=0, description="bytes of kernels kept in memory above the disk")
+    memory_max_bytes: int = Field(
+        default=MEMORY_BYTES, ge=0, description="bytes of kernels kept in memory above the disk"
+    )
     compile_processes: int | None = Field(
-        None, ge=1, le=1024, description="compile processes; by default one for every core"
+        default=None, ge=1, le=1024, description="compile processes; by default one for every core"
     )
     compile_timeout_s: float = Field(
-        DEFAULT_TIMEOUT_S, gt=0, le=3600, description="seconds that one compile may take before its process is killed"
+        default=DEFAULT_TIMEOUT_S,
+        gt=0,
+        le=3600,
+        description="seconds that one compile may take before its process is killed",
     )
     compile_memory_bytes: int = Field(
-        DEFAULT_MEMORY_BYTES, ge=512 * _MIB, description="address space of one compile process"
+        default=DEFAULT_MEMORY_BYTES, ge=512 * _MIB, description="address space of one compile process"
     )
     compile_queue: int = Field(
-        DEFAULT_QUEUE_LIMIT, ge=1, le=1_000_000, description="kernels that may wait for a compiler; more get a 429"
+        default=DEFAULT_QUEUE_LIMIT,
+        ge=1,
+        le=1_000_000,
+        description="kernels that may wait for a compiler; more get a 429",
     )
     negative_ttl_s: float = Field(
-        NEGATIVE_TTL_S, ge=0, le=86400, description="seconds that a refusal by the compiler is remembered"
+        default=NEGATIVE_TTL_S, ge=0, le=86400, description="seconds that a refusal by the compiler is remembered"
     )
-    max_body_bytes: int = Field(64 * 1024, ge=1024, le=64 * _MIB, description="bytes of a request body; more get a 413")
-    max_connections: int = Field(
-        2048, ge=1, description="connections and requests at once; more get a 503"
+    max_body_bytes: int = Field(
+        default=64 * 1024, ge=1024, le=64 * _MIB, description="bytes of a request body; more get a 413"
     )
+    max_connections: int = Field(default=2048, ge=1, description="connections and requests at once; more get a 503")
     shutdown_grace_s: int = Field(
-        30, ge=0, le=3600, description="seconds that running requests may take to finish after SIGTERM"
+        default=30, ge=0, le=3600, description="seconds that running requests may take to finish after SIGTERM"
     )
-    access_log: bool = Field(False, description="write one log line a request")
+    access_log: bool = Field(default=False, description="write one log line a request")
 
     @field_validator("token", mode="before")
     @classmethod

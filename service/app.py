@@ -1,0 +1,106 @@
+"""The service as an ASGI application: ``uvicorn --factory mlaprep.service.app:create_app``."""
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+
+from mlaprep.kernels_cache.store import KernelStore
+from mlaprep.service import problems
+from mlaprep.service.body import BodyLimit
+from mlaprep.service.compiler import Compiler
+from mlaprep.service.edge import Edge
+from mlaprep.service.routes import artifacts, health, kernels, variants, vocabulary
+from mlaprep.service.schemas import ProblemReply
+from mlaprep.service.settings import Settings
+from mlaprep.service.state import Service
+
+_ROUTERS: Final = (kernels.router, artifacts.router, variants.router, vocabulary.router, health.router)
+_DESCRIPTION: Final = (
+    "Generates, compiles, caches and serves the fused MLA prepare kernel. Errors are problem details "
+    "(RFC 9457) that name the field at fault and never repeat input. Every GET also answers HEAD."
+)
+_log = logging.getLogger(__name__)
+
+
+def create_app(
+    settings: Settings | None = None, *, store: KernelStore | None = None, compiler: Compiler | None = None
+) -> FastAPI:
+    """An application of its own; nothing is shared between two.
+
+    Opens the cache directory. Compile processes start with the application's lifespan, or when first needed.
+
+    Args:
+        settings: by default from the environment.
+        store, compiler: in place of those that the settings describe.
+
+    Raises:
+        ValueError: settings that must not be served, see :class:`Settings`.
+    """
+    service = Service.assemble(settings or Settings(), store, compiler)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        for warning in service.warnings:
+            _log.warning("%s", warning)
+        if not service.settings.read_only:
+            service.compiler.start()
+        try:
+            yield
+        finally:
+            service.close()
+
+    app = FastAPI(
+        title="mlaprep",
+        version=_version(),
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+        redoc_url=None,
+        redirect_slashes=False,  # a redirect would repeat the Host header of whoever asked
+    )
+    app.state.service = service
+    problems.install(app)
+    # The last added is met first.
+    app.add_middleware(BodyLimit, max_bytes=service.settings.max_body_bytes)
+    app.add_middleware(Edge, methods=_methods_of)
+    for router in _ROUTERS:
+        app.include_router(router)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # the documented way to extend it
+    return app
+
+
+def _methods_of(path: str) -> Sequence[str]:
+    """Methods of a path, HEAD and OPTIONS among them; empty where there is no such resource."""
+    methods: set[str] = set()
+    for router in _ROUTERS:
+        for route in router.routes:
+            if isinstance(route, APIRoute) and route.path_regex.fullmatch(path):
+                methods |= set(route.methods or ())
+    if methods:
+        methods.add("OPTIONS")
+    if "GET" in methods:
+        methods.add("HEAD")
+    return sorted(methods)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        components = document.setdefault("components", {})
+        schema = ProblemReply.model_json_schema(ref_template="#/components/schemas/{model}")
+        components.setdefault("schemas", {}).update(schema.pop("$defs", {}) | {ProblemReply.__name__: schema})
+        components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def _version() -> str:
+    try:
+        return version("mlaprep")
+    except PackageNotFoundError:
+        return "0"

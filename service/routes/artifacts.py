@@ -1,0 +1,80 @@
+"""/v1/artifacts: cubins by the digest of their bytes, which never change."""
+
+import re
+from typing import Final
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlaprep.kernels_cache.errors import AmbiguousKeyError
+from mlaprep.kernels_cache.key import is_digest
+from mlaprep.kernels_cache.store import KernelStore
+from mlaprep.service.parameters import read_query
+from mlaprep.service.problems import ProblemError, invalid_fields
+from mlaprep.service.routes.documentation import DigestPath, problems
+from mlaprep.service.state import in_thread, service_of
+from mlaprep.templates.errors import FieldProblem
+
+router = APIRouter(prefix="/v1/artifacts", tags=["artifacts"])
+
+_PREFIX: Final = re.compile(r"[0-9a-f]{8,63}", re.ASCII)
+_ENTITY_TAG: Final = re.compile(r'(?:W/)?"([^"]*)"')
+
+
+@router.get(
+    "/{digest}",
+    summary="The bytes of a cubin",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "an ELF file for the CUDA driver",
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        },
+        304: {"description": "the caller has it already"},
+        307: {"description": "a prefix that fits one cubin; Location has its whole digest"},
+        **problems(404, 409, 422),
+    },
+)
+async def get_artifact(request: Request, digest: DigestPath) -> Response:
+    """Verified against the digest before it is sent. May be kept for ever: a digest names the same bytes."""
+    read_query(request)
+    store = service_of(request).store
+    if not is_digest(digest):
+        return await _redirect(store, digest)
+    cubin = await in_thread(store.get_blob, digest)
+    if cubin is None:
+        raise _no_artifact()
+    headers = {"etag": f'"{digest}"', "cache-control": "public, max-age=31536000, immutable"}
+    if not_modified(request, digest):
+        return Response(status_code=304, headers=headers)
+    headers["x-content-type-options"] = "nosniff"
+    return Response(cubin, headers=headers, media_type="application/octet-stream")
+
+
+def not_modified(request: Request, tag: str) -> bool:
+    """Whether ``If-None-Match`` holds this entity tag, by weak comparison, or ``*``."""
+    given = ", ".join(request.headers.getlist("if-none-match")).strip()
+    return given == "*" or tag in _ENTITY_TAG.findall(given)
+
+
+async def _redirect(store: KernelStore, prefix: str) -> Response:
+    if not _PREFIX.fullmatch(prefix):
+        allowed = "64 lower-case hexadecimal digits, or the first 8 or more of them"
+        raise invalid_fields([FieldProblem("digest", "a string that is no digest", allowed)])
+    digest = await in_thread(_only_digest, store, prefix)
+    if digest is None:
+        raise _no_artifact()
+    return Response(status_code=307, headers={"location": f"/v1/artifacts/{digest}", "cache-control": "no-cache"})
+
+
+def _only_digest(store: KernelStore, prefix: str) -> str | None:
+    digests = {manifest.cubin_sha256 for manifest in store.list() if manifest.cubin_sha256.startswith(prefix)}
+    if len(digests) > 1:
+        raise AmbiguousKeyError(prefix, len(digests))
+    return next(iter(digests), None)
+
+
+def _no_artifact() -> ProblemError:
+    detail = "It was evicted or never built; PUT /v1/kernels/{arch}/{variant_id} builds a kernel and tells its digest."
+    return ProblemError(404, "artifact-not-found", "No artifact has this digest", detail)

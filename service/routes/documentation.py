@@ -1,0 +1,63 @@
+"""What every route says of itself in the OpenAPI document."""
+
+from typing import Annotated, Any, Final
+
+from fastapi import Path
+
+from mlaprep.service.parameters import QueryParameter
+from mlaprep.service.problems import MEDIA_TYPE, TYPE_PREFIX
+from mlaprep.service.schemas import ARCH, DIGEST, VARIANT_ID, ProblemReply
+from mlaprep.templates.arch import ARCHS
+
+_TITLES: Final = {
+    401: "no token, or not the right one",
+    403: "building is not allowed on this service",
+    404: "not built, or no such resource",
+    409: "a prefix that fits several kernels",
+    413: "a body above the limit",
+    415: "a body that is not application/json",
+    422: "a value that is not allowed; every field at fault is named",
+    429: "too many kernels wait for a compiler",
+    503: "the compiler is missing or died; Retry-After says when to ask again",
+    504: "the compile passed its deadline",
+}
+
+ArchPath = Annotated[
+    str,
+    Path(
+        description="architecture, exactly as spelled: the suffix matters",
+        examples=[str(ARCH)],
+        json_schema_extra={"enum": [str(arch) for arch in ARCHS]},
+    ),
+]
+VariantPath = Annotated[
+    str,
+    Path(
+        description="variant id, the name of a kernel specification",
+        examples=[VARIANT_ID],
+        json_schema_extra={"maxLength": 400, "pattern": "^mla_prepare(-[a-z0-9]+)+$"},
+    ),
+]
+DigestPath = Annotated[
+    str,
+    Path(
+        description="sha256 of a cubin; its first 8 digits or more redirect to it where they fit one only",
+        examples=[DIGEST],
+        json_schema_extra={"pattern": "^[0-9a-f]{8,64}$"},
+    ),
+]
+
+
+def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Responses that are problem details."""
+    return {status: {"description": _TITLES[status], "content": _content(status)} for status in statuses}
+
+
+def query(*parameters: QueryParameter, **more: Any) -> dict[str, Any]:
+    """Additions to an operation: its query parameters and whatever else it has."""
+    return {"parameters": [parameter.openapi() for parameter in parameters], **more}
+
+
+def _content(status: int) -> dict[str, Any]:
+    example = {"type": f"{TYPE_PREFIX}...", "title": _TITLES[status], "status": status, "detail": "..."}
+    return {MEDIA_TYPE: {"schema": {"$ref": f"#/components/schemas/{ProblemReply.__name__}"}, "example": example}}

@@ -1,0 +1,71 @@
+"""/healthz and /readyz: whether the process answers, and whether it can do its work."""
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlaprep.service.compiler import CompilerState
+from mlaprep.service.schemas import HealthReply, ReadyReply
+from mlaprep.service.state import Service, in_thread, json_response, service_of
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/healthz", summary="Whether the process answers", response_model=HealthReply)
+async def healthz() -> Response:
+    """Touches neither disk nor compiler."""
+    return json_response({"status": "ok"})
+
+
+@router.get(
+    "/readyz",
+    summary="Whether the process can do its work",
+    response_model=ReadyReply,
+    responses={503: {"model": ReadyReply, "description": "not ready; ``reasons`` say why"}},
+)
+async def readyz(request: Request) -> Response:
+    """Ready means that kernels can be built, or, for a read-only service, that it runs.
+
+    Kernels that are built already are served either way. Looks for a missing compiler again.
+    """
+    service = service_of(request)
+    if not service.settings.read_only:
+        service.compiler.start()
+    document = await in_thread(_document, service)
+    return json_response(document, 200 if document["ready"] else 503)
+
+
+def _document(service: Service) -> dict[str, Any]:
+    compiler = service.compiler.state()
+    reasons = [] if service.settings.read_only else _reasons(compiler)
+    counters = asdict(service.builder.stats())
+    return {
+        "ready": not reasons,
+        "reasons": reasons,
+        "warnings": list(service.warnings),
+        "read_only": service.settings.read_only,
+        "compiler": {
+            "status": compiler.status,
+            "nvrtc_version": compiler.version,
+            "missing": compiler.missing,
+            "reason": compiler.reason,
+            "processes": len(compiler.pids),
+            "queued": compiler.queued,
+        },
+        "store": asdict(service.store.stats()),
+        "counters": counters | {"crashes": compiler.crashes, "timeouts": compiler.timeouts},
+    }
+
+
+def _reasons(compiler: CompilerState) -> list[str]:
+    match compiler.status:
+        case "ready":
+            return []
+        case "unavailable":
+            return [f"no kernel can be built: {compiler.missing} is missing or does not load ({compiler.reason})"]
+        case "closed":
+            return ["the service is shutting down"]
+    return ["the compiler is starting"]

@@ -1,0 +1,120 @@
+"""/v1/variants: what there is, and how far it is on every architecture."""
+
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlaprep.service.catalog import STATES, Filter, Variant, VariantArch
+from mlaprep.service.parameters import QueryParameter, choice, integer, read_query
+from mlaprep.service.routes.documentation import VariantPath, problems, query
+from mlaprep.service.schemas import VariantReply, VariantsReply
+from mlaprep.service.state import in_thread, json_response, service_of
+from mlaprep.templates.arch import ARCHS, Arch
+from mlaprep.templates.presets import PRESETS
+from mlaprep.templates.spec import parse_variant_id, spec_json_schema
+
+router = APIRouter(prefix="/v1/variants", tags=["variants"])
+
+_LAYOUTS: Final = tuple(spec_json_schema()["properties"]["layout"]["anyOf"][0]["enum"])
+_CURSOR: Final = QueryParameter(
+    "cursor",
+    {"type": "string", "maxLength": 400, "pattern": "^mla_prepare(-[a-z0-9]+)+$"},
+    "next_cursor of the page before",
+    "next_cursor of the page before, a variant id",
+    parse_variant_id,
+)
+_PARAMETERS: Final = (
+    choice("arch", tuple(map(str, ARCHS)), "one architecture only"),
+    choice("model", tuple(PRESETS), "variants of this preset's shape only"),
+    integer("num_heads", 1, 256, "this many query heads on a rank only"),
+    choice("layout", _LAYOUTS, "this cache layout only"),
+    choice("state", STATES, "architectures in this state only"),
+    integer("limit", 1, 500, "variants on a page", default=100),
+    _CURSOR,
+)
+
+
+@router.get(
+    "",
+    summary="Variants with their state on each architecture",
+    response_model=VariantsReply,
+    responses=problems(422),
+    openapi_extra=query(*_PARAMETERS),
+)
+async def list_variants(request: Request) -> Response:
+    """Those of the presets, and every one that is built, being built or refused by the compiler.
+
+    ``hits`` and ``last_use`` are those of the process that answers, since it started.
+    """
+    values = read_query(request, *_PARAMETERS)
+    wanted = Filter(
+        arch=None if values["arch"] is None else Arch(values["arch"]),
+        model=values["model"],
+        num_heads=values["num_heads"],
+        layout=values["layout"],
+        state=values["state"],
+        after=values["cursor"],
+    )
+    return json_response(await in_thread(_page, service_of(request).catalog.variants, wanted, values["limit"]))
+
+
+@router.get(
+    "/{variant_id}",
+    summary="One variant on every architecture",
+    response_model=VariantReply,
+    responses=problems(422),
+    openapi_extra=query(),
+)
+async def get_variant(request: Request, variant_id: VariantPath) -> Response:
+    """Also for a variant that nobody has built yet."""
+    read_query(request)
+    spec = parse_variant_id(variant_id)
+    service = service_of(request)
+    variant = await in_thread(service.catalog.variant, spec, service.known_archs())
+    return json_response(_variant(variant))
+
+
+def _page(variants: Any, wanted: Filter, limit: int) -> dict[str, Any]:
+    found: list[Variant] = variants(wanted)
+    page = found[:limit]
+    return {
+        "variants": [_variant(variant) for variant in page],
+        "total": len(found),
+        "next_cursor": page[-1].spec.variant_id if len(found) > limit else None,
+    }
+
+
+def _variant(variant: Variant) -> dict[str, Any]:
+    return {
+        "variant_id": variant.spec.variant_id,
+        "spec": variant.spec.to_dict(),
+        "models": list(variant.models),
+        "archs": [_row(row) for row in variant.archs],
+    }
+
+
+def _row(row: VariantArch) -> dict[str, Any]:
+    built = row.manifest
+    return {
+        "arch": str(row.arch),
+        "state": row.state,
+        "size": built and built.cubin_size,
+        "registers": built and built.registers,
+        "spill_stores": built and built.spill_stores,
+        "spill_loads": built and built.spill_loads,
+        "stack_bytes": built and built.stack_bytes,
+        "shared_bytes": built and built.shared_bytes,
+        "digest": built and built.cubin_sha256,
+        "nvrtc_version": built and built.nvrtc_version,
+        "compile_ms": built and built.compile_ms,
+        "created_at": built and built.created_at,
+        "hits": row.use.count if row.use else 0,
+        "last_use": _utc(row.use.last) if row.use else None,
+    }
+
+
+def _utc(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,231 @@
+"""Replies of the service, for its OpenAPI document.
+
+Routes write their JSON themselves, the tests hold it against these models.
+"""
+
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mlaprep.kernels_cache.key import SCHEMA
+from mlaprep.templates.arch import Arch
+from mlaprep.templates.render import ENTRY
+from mlaprep.templates.spec import KernelSpec, spec_json_schema
+
+SPEC: Final = KernelSpec(num_heads=12)
+"""The variant that every example shows."""
+
+VARIANT_ID: Final = SPEC.variant_id
+ARCH: Final = Arch("sm_100a")
+DIGEST: Final = "3f0a" * 16
+
+
+class _Reply(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ManifestReply(_Reply):
+    """What is known of one compiled kernel."""
+
+    schema_: int = Field(alias="schema", examples=[SCHEMA])
+    variant_id: str = Field(examples=[VARIANT_ID])
+    spec: dict[str, Any] = Field(description="every field of the kernel specification", examples=[SPEC.to_dict()])
+    arch: str = Field(examples=[str(ARCH)])
+    key: str = Field(description="cache key", pattern="^[0-9a-f]{64}$", examples=["9674" * 16])
+    cubin_sha256: str = Field(
+        description="digest of the bytes at /v1/artifacts", pattern="^[0-9a-f]{64}$", examples=[DIGEST]
+    )
+    cubin_size: int = Field(examples=[9760])
+    source_sha256: str = Field(pattern="^[0-9a-f]{64}$", examples=["6bd3" * 16])
+    entry: str = Field(examples=[ENTRY])
+    launch: dict[str, Any] = Field(
+        description="what a launcher must know", examples=[{"threads_per_row": 72, "pdl": True}]
+    )
+    registers: int = Field(description="a thread", examples=[20])
+    spill_stores: int = Field(description="bytes", examples=[0])
+    spill_loads: int = Field(description="bytes", examples=[0])
+    stack_bytes: int = Field(examples=[0])
+    shared_bytes: int = Field(description="static, a block", examples=[0])
+    nvrtc_version: str = Field(examples=["12.9.86"])
+    options: list[str] = Field(examples=[["-arch=sm_100a", "-std=c++17"]])
+    compile_ms: float = Field(examples=[41.7])
+    created_at: str = Field(description="UTC, RFC 3339", examples=["2026-01-31T12:00:00Z"])
+    signature: str | None = Field(examples=[None])
+
+
+class KernelReply(_Reply):
+    """A built kernel."""
+
+    manifest: ManifestReply
+    cached: bool = Field(description="false where this request had it compiled", examples=[True])
+    cubin_base64: str | None = Field(None, description="with ?inline=true: the cubin")
+    source: str | None = Field(None, description="with ?inline=true: the CUDA source it was compiled from")
+
+
+class VariantArchReply(_Reply):
+    """One variant on one architecture. Sizes and digests are null until it is built."""
+
+    arch: str = Field(examples=[str(ARCH)])
+    state: Literal["built", "building", "failed", "missing"]
+    size: int | None = Field(description="bytes of cubin", examples=[9760])
+    registers: int | None = Field(examples=[20])
+    spill_stores: int | None = Field(examples=[0])
+    spill_loads: int | None = Field(examples=[0])
+    stack_bytes: int | None = Field(examples=[0])
+    shared_bytes: int | None = Field(examples=[0])
+    digest: str | None = Field(description="sha256 of the cubin", examples=[DIGEST])
+    nvrtc_version: str | None = Field(examples=["12.9.86"])
+    compile_ms: float | None = Field(examples=[41.7])
+    created_at: str | None = Field(examples=["2026-01-31T12:00:00Z"])
+    hits: int = Field(description="times this process gave it out since it started", examples=[3])
+    last_use: str | None = Field(description="when it last did, UTC", examples=["2026-01-31T12:00:01Z"])
+
+
+class VariantReply(_Reply):
+    """One variant."""
+
+    variant_id: str = Field(examples=[VARIANT_ID])
+    spec: dict[str, Any] = Field(description="every field of the kernel specification", examples=[SPEC.to_dict()])
+    models: list[str] = Field(description="presets of this shape", examples=[["kimi-k3"]])
+    archs: list[VariantArchReply]
+
+
+class VariantsReply(_Reply):
+    """One page of variants."""
+
+    variants: list[VariantReply]
+    total: int = Field(description="variants from the cursor on", examples=[71])
+    next_cursor: str | None = Field(description="cursor of the next page, if there is one", examples=[None])
+
+
+class PresetVariantReply(_Reply):
+    """The default variant of a preset at one tensor-parallel degree."""
+
+    tp: int = Field(examples=[8])
+    num_heads: int = Field(description="on one rank", examples=[12])
+    variant_id: str | None = Field(description="null where this release does not generate it", examples=[VARIANT_ID])
+
+
+class PresetReply(_Reply):
+    """What a model's public configuration says of its MLA layers."""
+
+    name: str = Field(examples=["kimi-k3"])
+    num_heads: int = Field(description="of the whole model", examples=[96])
+    kv_lora_rank: int = Field(examples=[512])
+    rope_dim: int = Field(examples=[64])
+    rope: str = Field(examples=["none"])
+    layout: str = Field(examples=["fp8"])
+    variants: list[PresetVariantReply]
+
+
+class PresetsReply(_Reply):
+    """Every known model."""
+
+    presets: list[PresetReply]
+
+
+class ArchReply(_Reply):
+    """One architecture."""
+
+    name: str = Field(examples=[str(ARCH)])
+    capability: str = Field(description="compute capability", examples=["10.0"])
+    pdl: bool = Field(description="whether it has programmatic dependent launch", examples=[True])
+    default: bool = Field(description="whether it is built where none is named", examples=[True])
+    buildable: bool | None = Field(description="whether this NVRTC builds it; null where no compiler runs")
+
+
+class ArchsReply(_Reply):
+    """Every known architecture."""
+
+    nvrtc_version: str | None = Field(examples=["12.9.86"])
+    archs: list[ArchReply]
+
+
+class HealthReply(_Reply):
+    """The process answers."""
+
+    status: Literal["ok"]
+
+
+class CompilerReply(_Reply):
+    """The compile processes."""
+
+    status: Literal["idle", "starting", "ready", "unavailable", "closed"]
+    nvrtc_version: str | None = Field(examples=["12.9.86"])
+    missing: str | None = Field(description="the library that keeps it from working", examples=[None])
+    reason: str | None = Field(examples=[None])
+    processes: int = Field(description="running now", examples=[2])
+    queued: int = Field(examples=[0])
+
+
+class StoreReply(_Reply):
+    """The kernel store's counters since start, and what it holds."""
+
+    hits: int
+    misses: int
+    damaged: int
+    quarantined: int
+    evicted: int
+    write_errors: int
+    differing: int
+    entries: int
+    bytes: int
+
+
+class CountersReply(_Reply):
+    """What this process did since it started."""
+
+    hits: int
+    misses: int
+    compiles: int
+    joined: int
+    failures: int
+    remembered_failures: int
+    waiting: int
+    building: int
+    crashes: int
+    timeouts: int
+
+
+class ReadyReply(_Reply):
+    """Whether this process can do its work, and why not."""
+
+    ready: bool
+    reasons: list[str] = Field(description="why it is not ready", examples=[[]])
+    warnings: list[str] = Field(description="what is wrong without keeping it from working", examples=[[]])
+    read_only: bool
+    compiler: CompilerReply
+    store: StoreReply
+    counters: CountersReply
+
+
+class FieldProblemReply(_Reply):
+    """One field at fault."""
+
+    field: str = Field(examples=["num_heads"])
+    found: str = Field(description="class of the value, never the value", examples=["an integer that is not allowed"])
+    allowed: str = Field(examples=["an integer from 1 to 256"])
+
+
+class ProblemReply(_Reply):
+    """Problem details, RFC 9457."""
+
+    type: str = Field(examples=["urn:mlaprep:problem:invalid-spec"])
+    title: str = Field(examples=["The kernel specification is not valid"])
+    status: int = Field(examples=[422])
+    detail: str
+    problems: list[FieldProblemReply] | None = None
+
+
+def spec_body() -> dict[str, Any]:
+    """OpenAPI request body of a PUT."""
+    schema = {
+        "type": "object",
+        "properties": {"spec": spec_json_schema()},
+        "additionalProperties": False,
+    }
+    return {
+        "required": False,
+        "description": "The variant in full, where a caller wants it checked against the path.",
+        "content": {"application/json": {"schema": schema, "example": {"spec": {"num_heads": 12}}}},
+    }

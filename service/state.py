@@ -1,0 +1,142 @@
+"""Service: what the routes share; one value an application."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+from anyio.to_thread import run_sync
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlaprep.kernels_cache.disk import open_default_store
+from mlaprep.kernels_cache.key import canonical_json
+from mlaprep.kernels_cache.store import KernelStore, MemoryStore, TieredStore
+from mlaprep.service.builder import Builder, Built, Target
+from mlaprep.service.catalog import Catalog
+from mlaprep.service.compiler import Compiler
+from mlaprep.service.settings import Settings
+from mlaprep.service.toolchain import Toolchain, buildable_archs, conflicts
+from mlaprep.templates.arch import ARCHS, Arch
+from mlaprep.templates.errors import FieldProblem, SpecError, UnsupportedSpecError
+from mlaprep.templates.spec import KernelSpec, parse_variant_id
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The parts behind an application, made together and closed together."""
+
+    settings: Settings
+    store: KernelStore
+    compiler: Compiler
+    builder: Builder
+    catalog: Catalog
+    warnings: tuple[str, ...]
+    """What is wrong with the installation without keeping it from working."""
+
+    @classmethod
+    def assemble(
+        cls, settings: Settings, store: KernelStore | None = None, compiler: Compiler | None = None
+    ) -> "Service":
+        """Everything from settings; opens the cache directory and starts no process."""
+        store = store or open_store(settings)
+        compiler = compiler or Compiler(
+            settings.compile_processes,
+            settings.compile_timeout_s,
+            settings.compile_memory_bytes,
+            queue_limit=settings.compile_queue,
+        )
+        builder = Builder(
+            store,
+            compiler,
+            negative_ttl_s=settings.negative_ttl_s,
+            lock_timeout_s=settings.compile_timeout_s + 10,
+            queue_limit=settings.compile_queue,
+        )
+        return cls(settings, store, compiler, builder, Catalog(builder), conflicts())
+
+    async def find(self, spec: KernelSpec, arch: Arch) -> Built | None:
+        """The kernel if it is built."""
+        artifact = await in_thread(self.builder.get, spec, arch)
+        return None if artifact is None else Built(artifact, cached=True)
+
+    async def build(self, spec: KernelSpec, arch: Arch) -> Built:
+        """The kernel, compiled if need be; no thread is held while it is."""
+        found = await self.find(spec, arch)
+        if found is not None:
+            return found
+        flight = self.builder.begin(spec, arch)
+        return flight.settle(await asyncio.wrap_future(flight.future))
+
+    def known_archs(self) -> tuple[Arch, ...]:
+        """What this NVRTC builds, or every known architecture while it has not said so."""
+        toolchain = self.compiler.known_toolchain
+        return ARCHS if toolchain is None else buildable_archs(toolchain)
+
+    def parse_target(self, arch: str, variant_id: str) -> Target:
+        """What a path names.
+
+        Raises:
+            SpecError: no such variant or architecture; everything wrong with both is listed, with the
+                architectures that can be built.
+        """
+        problems: list[FieldProblem] = []
+        spec = target = None
+        try:
+            target = Arch(arch)
+        except SpecError:
+            allowed = "one of " + ", ".join(map(str, self.known_archs()))
+            problems.append(FieldProblem("arch", "an architecture that is not known", allowed))
+        try:
+            spec = parse_variant_id(variant_id)
+        except UnsupportedSpecError:
+            if not problems:
+                raise
+        except SpecError as error:
+            problems.extend(error.problems)
+        if spec is None or target is None:
+            raise SpecError(problems)
+        return spec, target
+
+    async def toolchain(self) -> Toolchain:
+        """The compiler in use, started if need be; errors as for :meth:`Compiler.toolchain`."""
+        known = self.compiler.known_toolchain
+        return known if known is not None else await in_thread(self.compiler.toolchain)
+
+    def close(self) -> None:
+        self.compiler.close()
+        self.builder.close()
+
+
+def open_store(settings: Settings) -> KernelStore:
+    """The disk store with a memory above it, or whatever is left where no directory can be written."""
+    environ = dict(os.environ)
+    if settings.cache_dir is not None:
+        environ["MLAPREP_CACHE_DIR"] = str(settings.cache_dir)
+    environ["MLAPREP_CACHE_MAX_BYTES"] = str(settings.cache_max_bytes)
+    store = open_default_store(environ)
+    if isinstance(store, MemoryStore | TieredStore) or settings.memory_max_bytes == 0:
+        return store
+    return TieredStore([MemoryStore(settings.memory_max_bytes), store])
+
+
+async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run what may touch a disk away from the event loop; a client that leaves does not wait for it."""
+    return await run_sync(partial(call, *args, **kwargs), abandon_on_cancel=True)
+
+
+def service_of(request: Request) -> Service:
+    """The service behind a request."""
+    service: Service = request.app.state.service
+    return service
+
+
+def json_response(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """JSON that caches ask for again each time: what is built can change at any moment."""
+    body = canonical_json(document).encode()
+    return Response(body, status, {"cache-control": "no-cache"} | (headers or {}), "application/json")
