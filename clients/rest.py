@@ -263,6 +263,8 @@ class RestTransport:
         try:
             manifest = Manifest.from_dict(manifest_document)
             cubin = base64.b64decode(encoded, validate=True)
+            if manifest.spec != spec.to_dict():
+                raise ArtifactError("wrong-spec", f"asked for {spec.variant_id}, found {manifest.variant_id}")
             expected = render(spec)
             source = self._source(manifest, expected, envelope, path, deadline)
             artifact = KernelArtifact(manifest, cubin, source)
@@ -324,7 +326,7 @@ def _read(response: "httpx.Response", deadline: float) -> bytes:
     if response.headers.get("content-encoding", "identity") != "identity":
         raise ArtifactRejected("the service sent a compressed reply that was not asked for")
     chunks, size = [], 0
-    for chunk in response.iter_raw():
+    for chunk in response.iter_bytes():
         size += len(chunk)
         if size > MAX_REPLY_BYTES:
             raise ArtifactRejected(f"the service sent more than {MAX_REPLY_BYTES} bytes for one kernel")
