@@ -146,15 +146,20 @@ class Manifest:
     def from_json(cls, text: bytes | str, *, sealed: bool = False) -> Self:
         """A manifest from JSON text: at most 64 KiB, strict, never NaN, no name given twice.
 
-        ``sealed`` refuses a text without the digest that :meth:`to_json` adds.
+        ``sealed`` refuses a text that is not, byte for byte, what :meth:`to_json` wrote.
 
         Raises:
             ArtifactError: as for :meth:`from_dict`, for every input whatever it holds.
         """
         document = _parse(text)
-        if sealed and not (isinstance(document, dict) and type(document.get(SEAL)) is str):
+        if not sealed:
+            return cls.from_dict(document)
+        if not (isinstance(document, dict) and type(document.pop(SEAL, None)) is str):
             raise ArtifactError("manifest-digest", "a manifest without a digest of itself")
-        return cls.from_dict(document)
+        manifest = cls.from_dict(document)
+        if manifest.to_json() != (text if isinstance(text, str) else text.decode()):
+            raise ArtifactError("manifest-digest", "a manifest that is not as it was written")
+        return manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +189,8 @@ class KernelArtifact:
 
         Raises:
             ArtifactError: with the first difference as ``reason``: ``wrong-key``, ``wrong-arch``,
-                ``wrong-spec``, ``cubin-size``, ``cubin-digest``, ``source-digest``, ``key-mismatch``, or
-                one of :func:`mlaprep.kernels_cache.elf.check_cubin`.
+                ``wrong-spec``, ``cubin-size``, ``cubin-digest``, ``source-size``, ``source-digest``,
+                ``key-mismatch``, or one of :func:`mlaprep.kernels_cache.elf.check_cubin`.
         """
         manifest = self.manifest
         if key is not None and manifest.key != key:
@@ -199,7 +204,10 @@ class KernelArtifact:
             raise ArtifactError("cubin-size", found)
         if _sha256(self.cubin) != manifest.cubin_sha256:
             raise ArtifactError("cubin-digest", "a cubin that differs from the manifest's sha256")
-        if _sha256(_utf8(self.source)) != manifest.source_sha256:
+        source = _utf8(self.source)
+        if len(source) > MAX_SOURCE_BYTES:
+            raise ArtifactError("source-size", f"a source of {len(source)} bytes; the limit is {MAX_SOURCE_BYTES}")
+        if _sha256(source) != manifest.source_sha256:
             raise ArtifactError("source-digest", "a source that differs from the manifest's sha256")
         if manifest.key != self._recomputed_key():
             raise ArtifactError("key-mismatch", "a key that does not follow from source, options, arch and compiler")
