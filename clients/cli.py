@@ -3,8 +3,9 @@
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.text import Text
@@ -30,9 +31,8 @@ from mlaprep.clients.cli_output import ExitCode, checks_table, print_json, repor
 from mlaprep.clients.client import KernelClient
 from mlaprep.clients.supply import Obtained
 from mlaprep.templates.arch import Arch
+from mlaprep.templates.errors import FieldProblem, SpecError
 from mlaprep.templates.spec import KernelSpec
-
-DEFAULT_PORT: Final = 8400
 
 app: Final = typer.Typer(
     name="mlaprep",
@@ -92,6 +92,54 @@ app.command("gc")(cli_kernels.gc)
 
 @app.command()
 @reports_errors
+def serve(
+    host: Annotated[
+        str | None, typer.Option("--host", help="Address to listen on. Default: MLAPREP_HOST or 127.0.0.1.")
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option("--port", min=0, max=65535, help="0 picks a free one. Default: MLAPREP_PORT or 8400."),
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option("--token", help="Token that building asks for. Prefer MLAPREP_TOKEN: command lines are public."),
+    ] = None,
+    cache_dir: CacheDir = None,
+    port_file: Annotated[
+        Path | None, typer.Option("--port-file", dir_okay=False, help="Write the port here once the service listens.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Serve kernels over HTTP until SIGTERM or Ctrl-C. Settings come from the environment, options win."""
+    from pydantic import ValidationError
+
+    from mlaprep.service.server import serve as run_service
+    from mlaprep.service.settings import Settings
+
+    given: dict[str, Any] = {"host": host, "port": port, "token": token, "cache_dir": cache_dir}
+    try:
+        settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        raise SpecError([_setting_problem(fault) for fault in error.errors(include_input=False)]) from None
+
+    def announce(bound: int) -> None:
+        shown = f"[{settings.host}]" if ":" in settings.host else settings.host
+        url = f"http://{shown}:{bound}"
+        if port_file is not None:
+            temporary = port_file.with_name(f".{port_file.name}.{os.getpid()}")
+            temporary.write_text(str(bound))
+            temporary.replace(port_file)
+        if as_json:
+            print_json({"url": url, "host": settings.host, "port": bound, "pid": os.getpid()})
+            sys.stdout.flush()
+        else:
+            typer.echo(f"mlaprep serves on {url}, {url}/docs lists the calls; Ctrl-C stops it")
+
+    run_service(settings, on_listening=announce)
+
+
+@app.command()
+@reports_errors
 def doctor(url: Url = None, token: Token = None, cache_dir: CacheDir = None, as_json: Json = False) -> None:
     """Say what this machine can do with kernels, what it lacks, and what to do about it."""
     from mlaprep.clients.doctor import examine
@@ -125,6 +173,11 @@ def main() -> None:
             raise
         typer.echo(f"internal error: {type(error).__name__}: {error} (MLAPREP_DEBUG=1 shows where)", err=True)
         sys.exit(ExitCode.FAILED)
+
+
+def _setting_problem(fault: Mapping[str, Any]) -> FieldProblem:
+    name = ".".join(map(str, fault["loc"])) or "settings"
+    return FieldProblem(name, "a value that is not allowed", str(fault["msg"]).removeprefix("Value error, "))
 
 
 def _describe_compiler() -> str:

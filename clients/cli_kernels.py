@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Final, TypeVar
 
 import typer
+from rich.console import Console
 from rich.syntax import Syntax
 from rich.text import Text
 
@@ -210,11 +211,12 @@ def bring(
     *,
     quiet: bool,
     threads: int | None = None,
+    console: Console | None = None,
 ) -> list[Outcome]:
     """Every spec for every architecture, several at a time, in order, failures among them."""
     targets = [(spec, arch) for spec in specs for arch in archs]
     with (
-        progress(title, len(targets), quiet=quiet) as step,
+        progress(title, len(targets), quiet=quiet, console=console) as step,
         ThreadPoolExecutor(threads or min(_MAX_THREADS, os.cpu_count() or 1)) as pool,
     ):
 

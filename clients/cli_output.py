@@ -66,10 +66,13 @@ def kernel_table(manifests: Iterable[Manifest], notes: Mapping[str, str] | None 
     prefix, so that each stays on one line.
     """
     narrow = width < FULL_TABLE_WIDTH
+    figures = ("bytes", "regs", "spill", "ms")
+    if not narrow and notes is None:
+        figures = ("bytes", "registers", "spills", "compile ms")
     table = Table(box=SIMPLE_HEAD, header_style="bold", show_edge=False, pad_edge=False, collapse_padding=True)
     table.add_column(f"variant ({VARIANT_PREFIX}…)" if narrow else "variant", no_wrap=True)
     table.add_column("arch", min_width=7, no_wrap=True, style="cyan")
-    for name, columns in (("bytes", 6), ("regs", 4), ("spill", 5), ("ms", 3)):
+    for name, columns in zip(figures, (6, 4, 5, 3), strict=True):
         table.add_column(name, min_width=columns, justify="right", no_wrap=True)
     if notes is not None:
         table.add_column("", min_width=max(map(len, notes.values()), default=0), no_wrap=True)
@@ -118,12 +121,12 @@ def checks_table(checks: Iterable[Check]) -> Table:
 
 
 @contextlib.contextmanager
-def progress(title: str, total: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+def progress(title: str, total: int, *, quiet: bool, console: Console | None = None) -> Iterator[Callable[[str], None]]:
     """Yields a function to call with a line about each finished step.
 
-    A bar on a terminal, a line a step elsewhere, nothing when quiet. All of it goes to stderr.
+    A bar on a terminal, a line a step elsewhere, nothing when quiet. By default it goes to stderr.
     """
-    console = stderr()
+    console = console or stderr()
     if quiet:
         yield lambda line: None
         return

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.syntax import Syntax
 from rich.text import Text
@@ -32,7 +33,7 @@ from mlaprep.templates.spec import KernelSpec
 
 MODELS: Final = ("kimi-k3", "deepseek-v3")
 TP_DEGREES: Final = (1, 4, 8)
-SOURCE_LINES: Final = 14
+SOURCE_LINES: Final = 22
 
 _START_TIMEOUT_S: Final = 60.0
 _STOP_TIMEOUT_S: Final = 15.0
@@ -83,6 +84,10 @@ def _step(console: Console, title: str) -> None:
     console.print(Text.assemble(("▌ ", "cyan"), (title, "bold")))
 
 
+def _say(console: Console, text: str) -> None:
+    console.print(Padding(Text(text), (0, 0, 0, 2)))
+
+
 @contextlib.contextmanager
 def _service(console: Console, folder: Path) -> Iterator[str]:
     """A server of its own: a free loopback port, a private cache, stopped by its pid at the end."""
@@ -103,8 +108,9 @@ def _service(console: Console, folder: Path) -> Iterator[str]:
     finally:
         _stop(server)
         _step(console, "Stop the service")
-        gone = "gone" if not _exists(server.pid) else "STILL THERE"
-        console.print(f"  pid {server.pid} ended with status {server.returncode} and is {gone}")
+        code = server.returncode
+        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        console.print(f"  pid {server.pid} {how}, {'still there' if _exists(server.pid) else 'and is gone'}")
 
 
 def _await_port(server: "subprocess.Popen[bytes]", port_file: Path, log_file: Path) -> int:
@@ -147,7 +153,7 @@ def _build(console: Console, url: str) -> list[tuple[KernelSpec, Arch, Obtained]
         return Obtained(reply.artifact, "service", reply.cached)
 
     began = time.monotonic()
-    outcomes = bring(specs, DEFAULT_ARCHS, ask, "  compiling", quiet=False, threads=_THREADS)
+    outcomes = bring(specs, DEFAULT_ARCHS, ask, "  compiling", quiet=False, threads=_THREADS, console=console)
     elapsed = time.monotonic() - began
     transport.close()
     for outcome in outcomes:
@@ -161,10 +167,11 @@ def _build(console: Console, url: str) -> list[tuple[KernelSpec, Arch, Obtained]
     compile_ms = sorted(manifest.compile_ms for manifest in manifests)
     spills = sum(manifest.spill_stores + manifest.spill_loads for manifest in manifests)
     digests = len({manifest.cubin_sha256 for manifest in manifests})
-    console.print(
-        f"  {count} kernels in {elapsed:.1f} s, {compile_ms[count // 2]:.0f} ms each (median), "
-        f"NVRTC {manifests[0].nvrtc_version}: {spills} bytes spilled,\n"
-        f"  {digests} distinct digests. No GPU and no nvcc took part."
+    _say(
+        console,
+        f"{count} kernels in {elapsed:.1f} s, {compile_ms[count // 2]:.0f} ms each (median), by NVRTC "
+        f"{manifests[0].nvrtc_version}: {spills} bytes spilled, {digests} distinct digests. "
+        "No GPU and no nvcc took part.",
     )
     return built
 
@@ -195,7 +202,8 @@ def _cold_worker(console: Console, url: str, cache: Path, spec: KernelSpec, arch
     console.print(fields_table(rows))
     lines = artifact.source.splitlines()
     _step(console, f"Its source, the first {SOURCE_LINES} of {len(lines)} lines")
-    shown = "\n".join(line[: console.width - 4] for line in lines[:SOURCE_LINES])
+    width = console.width - 4
+    shown = "\n".join(line if len(line) <= width else line[: width - 1] + "…" for line in lines[:SOURCE_LINES])
     console.print(Syntax(shown, "cuda", background_color="default", padding=(0, 2)))
 
 
@@ -204,7 +212,7 @@ def _launch(console: Console, url: str, cache: Path, spec: KernelSpec) -> None:
     _step(console, "Launch it against the unfused chain")
     reason = _why_no_launch()
     if reason is not None:
-        console.print(f"  Not run: {reason}. The kernels above are built and verified all the same.")
+        _say(console, f"Not run: {reason}. The kernels above are built and verified all the same.")
         return
     import torch
 
@@ -214,7 +222,7 @@ def _launch(console: Console, url: str, cache: Path, spec: KernelSpec) -> None:
         try:
             handle = worker.load(spec)
         except (KernelUnavailable, DriverError) as error:
-            console.print(f"  Not run: {error}")
+            _say(console, f"Not run: {error}")
             return
     heads, rank, rope = spec.num_heads, spec.kv_lora_rank, spec.rope_dim
     device = torch.device("cuda", torch.cuda.current_device())
@@ -256,16 +264,27 @@ def _why_no_launch() -> str | None:
 
 
 def _next(console: Console, seconds: float) -> None:
+    mlaprep = _command()
     commands = (
-        ("mlaprep serve", "the service for good; then http://127.0.0.1:8400/docs"),
-        ("mlaprep compile --preset glm-5 --tp 8", "another model, into your own cache"),
-        ("mlaprep ls", "what is in it"),
-        ("mlaprep render --preset kimi-k3 --tp 8", "the whole CUDA source"),
-        ("mlaprep doctor", "what this machine has and lacks"),
+        (f"{mlaprep} serve", "a service that stays; its /docs lists the calls"),
+        (f"{mlaprep} compile --preset glm-5 --tp 8", "another model, into your own cache"),
+        (f"{mlaprep} ls", "what is in it"),
+        (f"{mlaprep} render --preset kimi-k3 --tp 8", "the whole CUDA source"),
+        (f"{mlaprep} doctor", "what this machine has and lacks"),
     )
-    table = fields_table((command, what) for command, what in commands)
+    lines = Text("\n").join(Text.assemble((command, "bold"), "\n    ", (what, "dim")) for command, what in commands)
     console.print()
-    console.print(Panel(table, title=f"All done in {seconds:.1f} s. Try next", title_align="left", border_style="cyan"))
+    console.print(Panel(lines, title=f"All done in {seconds:.1f} s. Try next", title_align="left", border_style="cyan"))
+
+
+def _command() -> str:
+    """How to call the command line from here."""
+    if shutil.which("mlaprep"):
+        return "mlaprep"
+    script = Path(sys.executable).with_name("mlaprep")
+    if not script.exists():
+        return "python -m mlaprep.clients.cli"
+    return os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
 
 
 if __name__ == "__main__":

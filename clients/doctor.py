@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from mlaprep.clients.errors import DriverError, MlaprepError, ServiceRefused
+from mlaprep.clients.errors import DriverError, MlaprepError
 from mlaprep.clients.launch import cuda_driver
 from mlaprep.clients.rest import RestTransport
 from mlaprep.kernels_cache.disk import DiskStore, default_cache_dir
@@ -151,15 +151,17 @@ def check_service(url: str | None, token: str | None) -> Check:
         return Check("service", "ok", "none configured; kernels are compiled here", "")
     try:
         transport = RestTransport(url, token, timeout=_SERVICE_TIMEOUT_S)
-        transport.document("/healthz")
+        try:
+            transport.document("/healthz")
+            state = transport.document("/readyz", statuses=(200, 503))
+        finally:
+            transport.close()
     except MlaprepError as error:
-        return Check("service", "missing", str(error), "start it (mlaprep serve) or mend MLAPREP_URL")
-    try:
-        transport.document("/readyz")
-    except ServiceRefused as error:
-        return Check("service", "warn", f"{url} is up, not ready: {error}", "see its /readyz and its log")
-    except MlaprepError as error:
-        return Check("service", "warn", f"{url} is up, /readyz failed: {error}", "see its log")
-    finally:
-        transport.close()
+        return Check("service", "missing", str(error), "start it (mlaprep serve), or correct MLAPREP_URL")
+    reasons = state.get("reasons") if isinstance(state, dict) else None
+    if not isinstance(reasons, list):
+        return Check("service", "missing", f"{url} is no mlaprep service", "correct MLAPREP_URL")
+    if reasons:
+        told = "".join(c if c.isprintable() else "?" for c in "; ".join(map(str, reasons))[:500])
+        return Check("service", "warn", f"{url} builds nothing: {told}", "it serves what is built; see its /readyz")
     return Check("service", "ok", f"{url} is ready")

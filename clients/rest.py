@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
@@ -36,6 +36,7 @@ COOL_DOWN_S: Final = 15.0
 MAX_COOL_DOWN_S: Final = 60.0
 MAX_REPLY_BYTES: Final = 16 * 2**20
 _ATTEMPTS: Final = 3
+_GOOD: Final = (200, 201)
 _TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _PATIENCE_S: Final = 1.0  # a service that asks for a longer pause is not retried
 _PROBLEM_TYPE: Final = "urn:mlaprep:problem:"
@@ -130,10 +131,10 @@ class RestTransport:
             raise
         return reply
 
-    def document(self, path: str) -> Any:
-        """The parsed JSON of one GET, for listings and health. Raises as :meth:`fetch_reply` does."""
+    def document(self, path: str, statuses: Container[int] = _GOOD) -> Any:
+        """The parsed JSON of one GET, for health; ``statuses`` are answers. Raises as :meth:`fetch_reply` does."""
         deadline = time.monotonic() + self.timeout
-        return self._within(deadline, lambda: _parsed(self._ask("GET", path, deadline)))
+        return self._within(deadline, lambda: _parsed(self._ask("GET", path, deadline, statuses)))
 
     def close(self) -> None:
         """Close connections; the transport opens new ones when it is used again."""
@@ -185,8 +186,8 @@ class RestTransport:
             reply = self._ask("GET", f"{path}?inline=true", deadline)
         return self._verified(reply, spec, arch, path, deadline)
 
-    def _ask(self, method: str, path: str, deadline: float) -> bytes:
-        """The body of a 200 or 201, transient failures retried while time remains."""
+    def _ask(self, method: str, path: str, deadline: float, statuses: Container[int] = _GOOD) -> bytes:
+        """The body of an answer with one of these statuses, transient failures retried while time remains."""
         import stamina
 
         retries = stamina.retry_context(
@@ -199,10 +200,10 @@ class RestTransport:
         )
         for attempt in retries:
             with attempt:
-                return self._ask_once(method, path, deadline)
+                return self._ask_once(method, path, deadline, statuses)
         raise AssertionError("stamina leaves its loop by an answer or an error")
 
-    def _ask_once(self, method: str, path: str, deadline: float) -> bytes:
+    def _ask_once(self, method: str, path: str, deadline: float, statuses: Container[int]) -> bytes:
         import httpx
 
         left = deadline - time.monotonic()
@@ -217,7 +218,7 @@ class RestTransport:
             raise ServiceUnreachable(f"{self.url} cannot be reached: {found}") from error
         except RuntimeError as error:  # httpx, where another fetch met its deadline and closed the connections
             raise ServiceUnreachable(f"{self.url}: the connection was closed") from error
-        if response.status_code in (200, 201):
+        if response.status_code in statuses:
             return body
         self._refuse(response, body)
 
