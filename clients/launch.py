@@ -64,6 +64,7 @@ class Launcher(Protocol):
 
 
 _CAPTURE_ACTIVE: Final = 1
+_CAPTURE_IMPLICIT: Final = 906
 _RELAXED: Final = 2
 _ATTRIBUTE_PROGRAMMATIC_SERIALIZATION: Final = 6
 _CAPABILITY_MAJOR: Final = 75
@@ -157,6 +158,8 @@ class CudaDriver:
             result = self._cuda.cuStreamIsCapturing(stream, ctypes.byref(status))
         finally:
             self._cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+        if result == _CAPTURE_IMPLICIT:  # the legacy stream, while a stream that waits for it is captured
+            return True
         self._check(result, "ask whether the stream is captured")
         return status.value == _CAPTURE_ACTIVE
 

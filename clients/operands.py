@@ -191,6 +191,8 @@ def _tensor(name: str, value: object, dtypes: "tuple[torch.dtype, ...]", shape: 
         raise TypeError(f"{name}: found a {found} tensor; pass a dense one, {shape}")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: found dtype {_names((tensor.dtype,))}; pass {_names(dtypes)}")
+    if tensor.is_meta:
+        raise ValueError(f"{name}: found a meta tensor, which has no memory; pass one on the GPU or the CPU")
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_neg():

@@ -109,7 +109,7 @@ class EmulatedLauncher:
         regions = self._driver._regions
         fault = ctypes.create_string_buffer(256)
         launch = Launch(
-            config.blocks, 1, 1, config.threads_per_row, config.rows_per_block, 1, int(self._pdl), len(regions),
+            *config.grid, *config.block, int(self._pdl), len(regions),
             (Region * len(regions))(*regions), addresses, len(boxed), ctypes.addressof(fault), len(fault), 0, 0,
         )  # fmt: skip
         assert self._library.emulate(ctypes.byref(launch)) == 0, "the kernel takes another number of arguments"
@@ -127,7 +127,7 @@ class _Allocations(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "").startswith(("empty", "new_empty")) and holds_memory(result):
+        if getattr(func, "__name__", "").startswith(("empty", "new_empty", "resolve_")) and holds_memory(result):
             self._regions.append(region(result, writable=True))
         return result
 

@@ -27,23 +27,25 @@ static bool waited, released;
 
 static void report(const char* what, const void* address) {
   if (current->fault[0]) return;
-  std::snprintf(current->fault, current->fault_size, "%s at %p by thread (%u, %u) of block %u", what, address,
-                threadIdx.x, threadIdx.y, blockIdx.x);
+  std::snprintf(current->fault, current->fault_size, "%s at %p by thread (%u, %u, %u) of block (%u, %u, %u)", what,
+                address, threadIdx.x, threadIdx.y, threadIdx.z, blockIdx.x, blockIdx.y, blockIdx.z);
 }
 
 static bool allowed(const void* address, std::size_t size, bool store) {
   const std::uintptr_t begin = reinterpret_cast<std::uintptr_t>(address);
   if (begin % size) return report(store ? "misaligned store" : "misaligned load", address), false;
   if (current->pdl && !waited) return report("memory touched ahead of the wait", address), false;
-  if (store && released) return report("store behind the release of dependents", address), false;
+  if (!store && released) return report("load behind the release of dependents", address), false;
+  bool inside = false;
   for (unsigned i = 0; i < current->region_count; ++i) {
     const Region& region = current->regions[i];
-    if (begin >= region.begin && begin + size <= region.end) {
-      if (store && !region.writable) return report("store into an input", address), false;
-      ++(store ? current->stores : current->loads);
-      return true;
-    }
+    if (begin < region.begin || begin + size > region.end) continue;
+    inside = true;
+    if (store && !region.writable) continue;
+    ++(store ? current->stores : current->loads);
+    return true;
   }
+  if (inside) return report("store into an input", address), false;
   return report(store ? "store outside every buffer" : "load outside every buffer", address), false;
 }
 
@@ -60,9 +62,13 @@ long long load_index(const int* address) { return checked_load<int>(address); }
 long long load_index(const long long* address) { return checked_load<long long>(address); }
 float load_float(const float* address) { return checked_load<float>(address); }
 
-void store_words2(void* address, Words2 words) {
-  if (allowed(address, sizeof words, true)) std::memcpy(address, &words, sizeof words);
+template <class T>
+static void checked_store(void* address, const T& value) {
+  if (allowed(address, sizeof value, true)) std::memcpy(address, &value, sizeof value);
 }
+
+void store_words2(void* address, Words2 words) { checked_store(address, words); }
+void store_words4(void* address, Words4 words) { checked_store(address, words); }
 
 void wait_for_predecessors(const unsigned short*&, unsigned char*&) { waited = true; }
 

@@ -26,6 +26,7 @@ long long load_index(const int* address);
 long long load_index(const long long* address);
 float load_float(const float* address);
 void store_words2(void* address, Words2 words);
+void store_words4(void* address, Words4 words);
 void wait_for_predecessors(const unsigned short*& source, unsigned char*& target);
 void release_dependents();
 
