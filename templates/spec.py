@@ -5,17 +5,18 @@ context-parallel rank: those are launch scalars, so one variant serves every bat
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, Self, get_args
 
-from mlaprep.templates.errors import FieldProblem, SpecError, UnsupportedSpecError
+from mlaprep.templates.errors import FieldProblem, SpecError
 
 Dtype = Literal["bf16", "fp16"]
 Layout = Literal["fp8", "fp8-q16", "same", "ds_mla"]
 Rope = Literal["none", "interleaved", "neox"]
 IndexDtype = Literal["i32", "i64"]
 Scale = Literal["none", "scalar"]
+QueryScale = Literal["none", "scalar", "token"]
 QueryDtype = Literal["e4m3", "input"]
 TileScale = Literal["none", "raw", "pow2"]
 
@@ -23,18 +24,20 @@ DYNAMIC: Final = "dynamic"
 Stride = int | Literal["dynamic"]
 """A stride in elements: a constant, or ``"dynamic"`` for one passed at launch."""
 
-LOAD_ELEMENTS: Final = 8
-"""Elements of one 16-byte load of a 2-byte type. Widths and strides are multiples."""
-
 MAX_STRIDE: Final = 2**40
+
+TILE: Final = 128
+"""Elements of a latent row that share one scale under ``ds_mla``."""
 
 _RANGES: Final[Mapping[str, tuple[int, int, int]]] = {
     # field: (smallest, largest, multiple of)
     "num_heads": (1, 256, 1),
     "kv_lora_rank": (16, 1024, 16),
-    "rope_dim": (0, 128, 8),
+    "rope_dim": (0, 128, 2),
     "dcp_world": (1, 1024, 1),
     "dcp_interleave": (1, 65536, 1),
+    "pad_heads_to": (1, 256, 1),
+    "page_size": (1, 65536, 1),
 }
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "dtype": get_args(Dtype),
@@ -44,10 +47,10 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "rope": get_args(Rope),
     "loc_dtype": get_args(IndexDtype),
     "position_dtype": get_args(IndexDtype),
-    "q_scale": get_args(Scale),
+    "q_scale": get_args(QueryScale),
     "kv_scale": get_args(Scale),
 }
-_SIZES: Final[Mapping[str, tuple[int, ...]]] = {"elements_per_thread": (8, 16)}
+_SIZES: Final[Mapping[str, tuple[int, ...]]] = {"elements_per_thread": (2, 4, 8, 16), "load_bytes": (16, 32)}
 _FLAGS: Final = ("reserved_slot", "pdl", "write_kv", "write_q")
 _STRIDES: Final[Mapping[str, str]] = {
     # field: token in a variant id
@@ -57,18 +60,12 @@ _STRIDES: Final[Mapping[str, str]] = {
     "q_rope_head_stride": "qrh",
     "k_nope_token_stride": "knt",
     "k_rope_token_stride": "krt",
+    "cache_page_stride": "page",
     "cache_row_stride": "row",
     "out_token_stride": "ot",
     "out_head_stride": "oh",
 }
 STRIDE_FIELDS: Final = tuple(_STRIDES)
-
-_BUILT: Final[Mapping[str, tuple[str, ...]]] = {
-    # fields of which this release generates fewer values than the vocabulary has
-    "layout": ("fp8",),
-    "rope": ("none",),
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSpec:
@@ -80,7 +77,6 @@ class KernelSpec:
 
     Raises:
         SpecError: a field of the wrong type, out of range, or at odds with another; all are listed.
-        UnsupportedSpecError: a known value that this release does not generate.
     """
 
     num_heads: int
@@ -88,7 +84,7 @@ class KernelSpec:
     kv_lora_rank: int = 512
     """Width of the latent row, R: 16 to 1024, a multiple of 16."""
     rope_dim: int = 64
-    """Width of the rotary columns, D: 0 to 128, a multiple of 8."""
+    """Width of the rotary columns, D: 0 to 128, even."""
     dtype: Dtype = "bf16"
     """Element type of query and key inputs."""
     layout: Layout = "fp8"
@@ -101,8 +97,9 @@ class KernelSpec:
     """Rotation applied to the rotary columns of query and key."""
     loc_dtype: IndexDtype = "i64"
     position_dtype: IndexDtype = "i64"
-    q_scale: Scale = "none"
-    """``scalar``: queries are multiplied by an fp32 device scalar before rounding."""
+    q_scale: QueryScale = "none"
+    """What queries are multiplied by before rounding: ``scalar``, one fp32 on the device; ``token``, one
+    fp32 for each token."""
     kv_scale: Scale = "none"
     """``scalar``: latent rows are multiplied by an fp32 device scalar before rounding."""
     dcp_world: int = 1
@@ -111,19 +108,26 @@ class KernelSpec:
     """Consecutive slots on one rank before the next rank's turn."""
     reserved_slot: bool = False
     """Whether a slot value given at launch is never written."""
+    pad_heads_to: int = None  # type: ignore[assignment]  # num_heads when omitted
+    """Heads of the query result; those from ``num_heads`` on are zeroed."""
+    page_size: int = 1
+    """Rows of a cache page, where pages lie apart by a stride of their own; 1 for evenly spaced rows."""
     pdl: bool = True
     """Whether the kernel waits for and releases its neighbours by programmatic dependent launch."""
     write_kv: bool = True
     write_q: bool = True
-    elements_per_thread: int = None  # type: ignore[assignment]  # 16 where rope_dim allows it when omitted
-    """Elements that one thread moves: 16 is faster and stores 16 bytes at a time, which the cache's and
-    the result's addresses and strides must then be multiples of; 8 asks for 8."""
+    elements_per_thread: int = None  # type: ignore[assignment]  # the most that the widths allow when omitted
+    """Elements that one thread moves, 2 to 16: 16 is fastest. Inputs are loaded and rows stored in pieces of
+    this size (16 bytes at most), which addresses and strides must then be multiples of."""
+    load_bytes: int = 16
+    """Bytes of one load: 32 asks for the wider loads of sm_100 and later."""
     q_nope_token_stride: Stride = DYNAMIC
     q_nope_head_stride: Stride = DYNAMIC
     q_rope_token_stride: Stride = DYNAMIC
     q_rope_head_stride: Stride = DYNAMIC
     k_nope_token_stride: Stride = DYNAMIC
     k_rope_token_stride: Stride = DYNAMIC
+    cache_page_stride: Stride = DYNAMIC
     cache_row_stride: Stride = DYNAMIC
     out_token_stride: Stride = None  # type: ignore[assignment]  # H * W when omitted
     out_head_stride: Stride = None  # type: ignore[assignment]  # W when omitted
@@ -137,12 +141,23 @@ class KernelSpec:
         problems = self._check_together()
         if problems:
             raise SpecError(problems)
-        self._refuse_unbuilt()
 
     @property
     def row_width(self) -> int:
-        """Elements of one row of the fp8 layouts, W = R + D."""
+        """Elements of one query or latent row, W = R + D."""
         return self.kv_lora_rank + self.rope_dim
+
+    @property
+    def cache_width(self) -> int:
+        """Cache elements of one row: W, or the bytes of a ``ds_mla`` row."""
+        if self.layout != "ds_mla":
+            return self.row_width
+        return self.kv_lora_rank + 4 * (self.kv_lora_rank // TILE) + 2 * self.rope_dim
+
+    @property
+    def quantised_query(self) -> bool:
+        """Whether the query result is e4m3; otherwise it keeps the input dtype."""
+        return self.query_dtype == "e4m3"
 
     @property
     def variant_id(self) -> str:
@@ -168,13 +183,19 @@ class KernelSpec:
             words.append(f"ts{self.tile_scale}")
         if self.position_dtype != "i64":
             words.append(f"pos{self.position_dtype}")
-        words += ["qs"] * (self.q_scale != "none") + ["kvs"] * (self.kv_scale != "none")
+        words += {"none": [], "scalar": ["qs"], "token": ["qst"]}[self.q_scale] + ["kvs"] * (self.kv_scale != "none")
         if self.dcp_world > 1:
             words.append(f"dcp{self.dcp_world}x{self.dcp_interleave}")
         words += ["res"] * self.reserved_slot
+        if self.pad_heads_to != self.num_heads:
+            words.append(f"pad{self.pad_heads_to}")
+        if self.page_size > 1:
+            words.append(f"pg{self.page_size}")
         words += ["qonly"] * (not self.write_kv) + ["kvonly"] * (not self.write_q)
         if self.elements_per_thread != default["elements_per_thread"]:
             words.append(f"e{self.elements_per_thread}")
+        if self.load_bytes != 16:
+            words.append(f"ld{self.load_bytes}")
         for field, word in _STRIDES.items():
             stride = getattr(self, field)
             if stride != default[field]:
@@ -186,7 +207,12 @@ class KernelSpec:
         absent = not (self.write_q if field.startswith(("q_", "out_")) else self.write_kv)
         if field.startswith(("q_rope", "k_rope")):
             absent = absent or self.rope_dim == 0
-        return absent or (field.endswith("_head_stride") and self.num_heads == 1)
+        heads = self.pad_heads_to if field.startswith("out") else self.num_heads
+        return (
+            absent
+            or (field.endswith("_head_stride") and heads == 1)
+            or (field == "cache_page_stride" and self.page_size == 1)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, JSON types only; :meth:`from_dict` reads it back."""
@@ -237,7 +263,7 @@ class KernelSpec:
             good = type(value) is bool
         else:
             good = (type(value) is str and value == DYNAMIC) or (
-                type(value) is int and 0 <= value <= MAX_STRIDE and value % LOAD_ELEMENTS == 0
+                type(value) is int and 0 <= value <= MAX_STRIDE
             )
         return [] if good else [FieldProblem(name, describe(value), allowed_values(name))]
 
@@ -251,64 +277,88 @@ class KernelSpec:
                 self._set(field, default[field])
 
     def _check_together(self) -> list[FieldProblem]:
-        problems = []
+        return [
+            *self._check_modes(),
+            *self._check_rope(),
+            *self._check_layout(),
+            *self._check_access(),
+        ]
 
-        def refuse(field: str, found: str, allowed: str) -> None:
-            problems.append(FieldProblem(field, found, allowed))
-
+    def _check_modes(self) -> Iterator[FieldProblem]:
         if not self.write_kv and not self.write_q:
-            refuse("write_q", "false beside write_kv false", "at least one of write_kv and write_q true")
+            yield FieldProblem("write_q", "false beside write_kv false", "at least one of write_kv and write_q true")
+        if not self.write_q:
+            if self.q_scale != "none":
+                yield FieldProblem("q_scale", "a scale beside write_q false", "none")
+            if self.pad_heads_to != self.num_heads:
+                yield FieldProblem("pad_heads_to", "padding beside write_q false", "omitted")
+        if not self.write_kv:
+            for field, off in (("kv_scale", "none"), ("reserved_slot", False), ("dcp_world", 1), ("page_size", 1)):
+                if getattr(self, field) != off:
+                    yield FieldProblem(field, "a cache option beside write_kv false", str(off).lower())
+        if self.dcp_world == 1 and self.dcp_interleave != 1:
+            yield FieldProblem("dcp_interleave", "an interleave with dcp_world 1", "1, or a dcp_world above 1")
+        if self.dcp_world > 1 and self.page_size > 1 and self.page_size % self.dcp_interleave:
+            yield FieldProblem("dcp_interleave", "an interleave that breaks a page", "a divisor of page_size")
+        if self.pad_heads_to < self.num_heads:
+            yield FieldProblem("pad_heads_to", "fewer than num_heads", f"{self.num_heads} or more")
+
+    def _check_rope(self) -> Iterator[FieldProblem]:
         if self.rope != "none" and self.rope_dim == 0:
-            refuse("rope", f"{self.rope} with rope_dim 0", "none, or a rope_dim above 0")
+            yield FieldProblem("rope", f"{self.rope} with rope_dim 0", "none, or a rope_dim above 0")
         if self.rope == "none" and self.position_dtype != "i64":
-            refuse("position_dtype", "a value without rope", "omitted when rope is none")
+            yield FieldProblem("position_dtype", "a value without rope", "omitted when rope is none")
+
+    def _check_layout(self) -> Iterator[FieldProblem]:
         if self.layout != "ds_mla":
             default = _derived_defaults(self)
             if self.query_dtype != default["query_dtype"]:
-                refuse("query_dtype", f"{self.query_dtype} with layout {self.layout}", default["query_dtype"])
+                yield FieldProblem("query_dtype", f"{self.query_dtype} with layout {self.layout}", default["query_dtype"])
             if self.tile_scale != "none":
-                refuse("tile_scale", f"{self.tile_scale} with layout {self.layout}", "none")
+                yield FieldProblem("tile_scale", f"{self.tile_scale} with layout {self.layout}", "none")
         else:
-            if self.kv_lora_rank % 128:
-                refuse("kv_lora_rank", "a rank with a broken tile under ds_mla", "a multiple of 128")
+            if self.kv_lora_rank % TILE:
+                yield FieldProblem("kv_lora_rank", "a rank with a broken tile under ds_mla", f"a multiple of {TILE}")
+            if self.rope_dim % 4:
+                yield FieldProblem("rope_dim", "a width under ds_mla that no tile of threads divides", "a multiple of 4")
             if self.tile_scale == "none":
-                refuse("tile_scale", "none with layout ds_mla", "raw or pow2")
-        if not self.write_q and self.q_scale != "none":
-            refuse("q_scale", "a scale beside write_q false", "none")
-        if not self.write_kv:
-            for field, off in (("kv_scale", "none"), ("reserved_slot", False), ("dcp_world", 1)):
-                if getattr(self, field) != off:
-                    refuse(field, "a cache option beside write_kv false", str(off).lower())
-        if self.dcp_world == 1 and self.dcp_interleave != 1:
-            refuse("dcp_interleave", "an interleave with dcp_world 1", "1, or a dcp_world above 1")
-        if self.elements_per_thread == 16:
-            if self.rope_dim % 16:
-                refuse("elements_per_thread", "16 with a rope_dim that is no multiple of 16", "8")
-            for field in ("cache_row_stride", "out_token_stride", "out_head_stride"):
-                stride = getattr(self, field)
-                if stride != DYNAMIC and stride % 16:
-                    refuse(
-                        field, "a stride that 16-byte stores cannot use", "a multiple of 16, or elements_per_thread 8"
-                    )
-        if self.cache_row_stride != DYNAMIC and self.cache_row_stride < self.row_width:
-            refuse("cache_row_stride", "a stride below the row width", f"{self.row_width} or more")
-        if self.out_head_stride != DYNAMIC and self.num_heads > 1 and self.out_head_stride < self.row_width:
-            refuse("out_head_stride", "a stride below the row width", f"{self.row_width} or more")
-        if self.out_token_stride != DYNAMIC and self.write_q and self.out_token_stride < self.row_width:
-            refuse("out_token_stride", "a stride below the row width", f"{self.row_width} or more")
-        return problems
+                yield FieldProblem("tile_scale", "none with layout ds_mla", "raw or pow2")
+        if self.kv_scale != "none" and self.layout in ("same", "ds_mla"):
+            yield FieldProblem("kv_scale", f"a scale with layout {self.layout}", "none: it is not quantised by one scale")
 
-    def _refuse_unbuilt(self) -> None:
-        problems = [
-            FieldProblem(field, f"{getattr(self, field)}, which this release does not generate", ", ".join(built))
-            for field, built in _BUILT.items()
-            if getattr(self, field) not in built
-        ]
-        if problems:
-            raise UnsupportedSpecError(problems)
+    def _check_access(self) -> Iterator[FieldProblem]:
+        elements = self.elements_per_thread
+        if self.rope_dim % elements:
+            yield FieldProblem("elements_per_thread", "a number that does not divide rope_dim", "a divisor of rope_dim")
+        if self.layout == "ds_mla" and elements < 4:
+            yield FieldProblem("elements_per_thread", "too few for a tile's threads to be one warp", "4, 8 or 16")
+        if self.load_bytes == 32 and elements != 16:
+            yield FieldProblem("load_bytes", "32 with fewer than 16 elements a thread", "16, or elements_per_thread 16")
+        for field in STRIDE_FIELDS:
+            stride = getattr(self, field)
+            if stride == DYNAMIC or self.stride_is_moot(field):
+                continue
+            unit = self.stride_unit(field)
+            if stride % unit:
+                yield FieldProblem(field, "a stride that vector accesses cannot use", f"a multiple of {unit}")
+            smallest = _smallest_stride(self, field)
+            if stride < smallest:
+                yield FieldProblem(field, "a stride that makes rows overlap", f"{smallest} or more")
+
+    def stride_unit(self, field: str) -> int:
+        """Elements that a stride must be a multiple of, so that every row starts where it can be accessed.
+
+        Inputs are loaded and 2-byte results stored 16 bytes at a time at most, the e4m3 ones 16 elements.
+        """
+        two_bytes = min(self.elements_per_thread, 8)
+        if field.startswith("out"):
+            return self.elements_per_thread if self.quantised_query else two_bytes
+        if field.startswith("cache"):
+            return two_bytes if self.layout == "same" else self.elements_per_thread
+        return self.elements_per_thread if self.load_bytes == 32 else two_bytes
 
 
-_DERIVED: Final = ("query_dtype", "tile_scale", "elements_per_thread", "out_token_stride", "out_head_stride")
+_DERIVED: Final = ("query_dtype", "tile_scale", "pad_heads_to", "elements_per_thread", "out_token_stride", "out_head_stride")
 _LAYOUT_WORDS: Final[Mapping[str, str]] = {"fp8": "fp8", "fp8-q16": "fp8q16", "same": "same", "ds_mla": "dsmla"}
 _ROPE_WORDS: Final[Mapping[str, str]] = {"none": "norope", "interleaved": "interleaved", "neox": "neox"}
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -318,11 +368,23 @@ def _derived_defaults(spec: KernelSpec) -> dict[str, Any]:
     """Defaults that follow from other fields, beside the dynamic default of every input stride."""
     defaults: dict[str, Any] = dict.fromkeys(STRIDE_FIELDS, DYNAMIC)
     defaults["query_dtype"] = "e4m3" if spec.layout in ("fp8", "ds_mla") else "input"
+    defaults["page_size"] = 1
     defaults["tile_scale"] = "raw" if spec.layout == "ds_mla" else "none"
-    defaults["elements_per_thread"] = 8 if spec.rope_dim % 16 else 16
-    defaults["out_token_stride"] = spec.num_heads * spec.row_width
+    defaults["elements_per_thread"] = max(size for size in _SIZES["elements_per_thread"] if spec.rope_dim % size == 0)
+    defaults["pad_heads_to"] = spec.num_heads
+    heads = spec.num_heads if spec.pad_heads_to is None else spec.pad_heads_to
+    defaults["out_token_stride"] = heads * spec.row_width
     defaults["out_head_stride"] = spec.row_width
     return defaults
+
+
+def _smallest_stride(spec: KernelSpec, field: str) -> int:
+    """The stride below which rows that are written would overlap; inputs may."""
+    if field.startswith("out"):
+        return spec.row_width
+    if field == "cache_row_stride":
+        return spec.cache_width
+    return 0
 
 
 def describe(value: object) -> str:
@@ -355,7 +417,7 @@ def allowed_values(field: str) -> str:
         return "one of " + ", ".join(map(str, _SIZES[field]))
     if field in _FLAGS:
         return "true or false"
-    return f'"dynamic", or an integer from 0 to {MAX_STRIDE}, a multiple of {LOAD_ELEMENTS}'
+    return f'"dynamic", or an integer from 0 to {MAX_STRIDE}'
 
 
 def spec_json_schema() -> dict[str, Any]:
@@ -375,7 +437,7 @@ def spec_json_schema() -> dict[str, Any]:
         elif name in _FLAGS:
             schema = {"type": "boolean"}
         else:
-            integer = {"type": "integer", "minimum": 0, "maximum": MAX_STRIDE, "multipleOf": LOAD_ELEMENTS}
+            integer = {"type": "integer", "minimum": 0, "maximum": MAX_STRIDE}
             schema = {"anyOf": [{"const": DYNAMIC, "type": "string"}, integer]}
         if name != "num_heads":
             schema = {"anyOf": [*schema.get("anyOf", [schema]), {"type": "null"}]}
@@ -397,8 +459,10 @@ _VARIANT_ID: Final = re.compile(
     r"-(?P<dtype>bf16|fp16)-(?P<layout>fp8|fp8q16|same|dsmla)-(?P<rope>norope|interleaved|neox)"
     r"-(?P<loc>i32|i64)-(?P<pdl>pdl|nopdl)"
     r"(?:-q(?P<query>e4m3|input))?(?:-ts(?P<tile>raw|pow2))?(?:-pos(?P<position>i32|i64))?"
-    rf"(?P<qs>-qs)?(?P<kvs>-kvs)?(?:-dcp(?P<world>{_NUMBER})x(?P<interleave>{_NUMBER}))?"
-    r"(?P<res>-res)?(?P<qonly>-qonly)?(?P<kvonly>-kvonly)?(?:-e(?P<elements>8|16))?"
+    rf"(?P<qs>-qs|-qst)?(?P<kvs>-kvs)?(?:-dcp(?P<world>{_NUMBER})x(?P<interleave>{_NUMBER}))?"
+    r"(?P<res>-res)?"
+    rf"(?:-pad(?P<pad>{_NUMBER}))?(?:-pg(?P<page>{_NUMBER}))?"
+    r"(?P<qonly>-qonly)?(?P<kvonly>-kvonly)?(?:-e(?P<elements>[248]|16))?(?:-ld(?P<load>32))?"
     + "".join(rf"(?:-{word}(?P<{field}>dyn|{_NUMBER}))?" for field, word in _STRIDES.items()),
     re.ASCII,
 )
@@ -439,14 +503,23 @@ def parse_variant_id(variant_id: str) -> KernelSpec:
             "query_dtype": words["query"],
             "tile_scale": words["tile"],
             "position_dtype": words["position"],
-            "q_scale": "scalar" if words["qs"] else None,
+            "q_scale": {None: None, "-qs": "scalar", "-qst": "token"}[words["qs"]],
             "kv_scale": "scalar" if words["kvs"] else None,
-            "dcp_world": int(words["world"]) if words["world"] else None,
-            "dcp_interleave": int(words["interleave"]) if words["interleave"] else None,
             "reserved_slot": words["res"] is not None,
             "write_kv": words["qonly"] is None,
             "write_q": words["kvonly"] is None,
-            "elements_per_thread": int(words["elements"]) if words["elements"] else None,
+            **{
+                field: int(words[word])
+                for field, word in (
+                    ("dcp_world", "world"),
+                    ("dcp_interleave", "interleave"),
+                    ("pad_heads_to", "pad"),
+                    ("page_size", "page"),
+                    ("elements_per_thread", "elements"),
+                    ("load_bytes", "load"),
+                )
+                if words[word] is not None
+            },
             **strides,
         }
     )
