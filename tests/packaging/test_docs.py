@@ -1,6 +1,7 @@
 """Documents that drift from the code fail the build."""
 
 import ast
+import dataclasses
 import importlib
 import re
 import subprocess
@@ -114,6 +115,13 @@ def test_problem_types_are_documented(root: Path) -> None:
     assert used, "no problem found in the service"
     page = (root / "docs" / "errors.md").read_text()
     assert {slug for slug in used if f"`{slug}`" not in page} == set()
+
+
+def test_every_input_of_a_key_is_documented(root: Path) -> None:
+    from mlaprep.kernels_cache.key import CacheKey
+
+    rows = re.findall(r"^\| `(\w+)` \|", (root / "docs" / "caching.md").read_text(), re.MULTILINE)
+    assert set(rows) == {"schema", *(field.name for field in dataclasses.fields(CacheKey))}
 
 
 def test_generated_parts_are_current(root: Path) -> None:
