@@ -27,11 +27,12 @@ RUN groupadd --system --gid 10001 mlaprep \
     && useradd --system --uid 10001 --gid 10001 --no-create-home --home-dir /var/cache/mlaprep mlaprep \
     && install -d -m 0700 -o 10001 -g 10001 /var/cache/mlaprep
 COPY --from=build /opt/mlaprep /opt/mlaprep
-# Nothing is written outside the volume and /tmp, so the root file system can be read-only.
+# Nothing is written outside the volume and /tmp, so the root file system can be read-only. The cache is a
+# directory below the volume: an orchestrator may make the volume itself writable for a group.
 ENV PATH=/opt/mlaprep/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
-    MLAPREP_CACHE_DIR=/var/cache/mlaprep
+    MLAPREP_CACHE_DIR=/var/cache/mlaprep/kernels
 USER 10001:10001
 VOLUME ["/var/cache/mlaprep"]
 EXPOSE 8400

@@ -31,7 +31,7 @@ $(bin)/python:
 
 $(runtime): | $(bin)/python
 	@echo "Installing the service, the client and NVRTC into $(VENV) …"
-	@$(pip) -e '.[service,client,cuda12]'
+	@$(pip) -e '.[service,cuda12]'
 	@rm -f $(VENV)/.runtime-* && touch $@
 
 # torch is the reference that the kernel's bytes are compared with; only tests and benchmarks need it.
@@ -45,7 +45,7 @@ setup: $(runtime)
 setup-dev: $(develop)
 
 demo: $(runtime)
-	@$(bin)/python examples/demo.py $(ARGS)
+	@$(bin)/python -m mlaprep.clients.demo $(ARGS)
 
 serve: $(runtime)
 	@exec $(bin)/mlaprep serve $(ARGS)

@@ -29,6 +29,7 @@ from mlaprep.clients.cli_options import (
 )
 from mlaprep.clients.cli_output import ExitCode, checks_table, print_json, reports_errors, stdout
 from mlaprep.clients.client import KernelClient
+from mlaprep.clients.errors import KernelUnavailable
 from mlaprep.clients.supply import Obtained
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.errors import FieldProblem, SpecError
@@ -71,11 +72,17 @@ def compile_(
         report(outcomes, as_json=as_json)
         return
     from mlaprep.service.builder import Builder
+    from mlaprep.service.errors import BuildError, CompileFailed
 
     with Builder(store) as builder:
 
         def build(spec: KernelSpec, arch: Arch) -> Obtained:
-            built = builder.get_or_compile(spec, arch)
+            try:
+                built = builder.get_or_compile(spec, arch)
+            except CompileFailed:
+                raise
+            except BuildError as error:  # says nothing of the kernel: it may well compile elsewhere or later
+                raise KernelUnavailable(str(error), variant_id=spec.variant_id, arch=str(arch)) from error
             return Obtained(built.artifact, "disk" if built.cached else "compiled", built.cached)
 
         outcomes = bring(specs, targets, build, "compiling", quiet=as_json)

@@ -1,5 +1,6 @@
 """KernelClient: gets kernels and loads them, for a worker."""
 
+import copy
 import logging
 import os
 from collections.abc import Mapping
@@ -76,7 +77,7 @@ class KernelClient:
         self._transport = transport
         self._given_store = store
         self._supply = KernelSupply(
-            open_default_store if store is None else lambda: store,
+            self._open_store,
             None if offline else transport,
             _open_builder if on_miss == "compile" else None,
             no_service="offline, so no service was asked" if offline else "no service is configured",
@@ -165,6 +166,9 @@ class KernelClient:
         except KeyError:
             return self._first_handle(spec, device)
 
+    def _open_store(self) -> KernelStore:
+        return open_default_store() if self._given_store is None else self._given_store
+
     def _first_handle(self, spec: KernelSpec, device: int) -> "KernelHandle | None":
         if _is_capturing(device):
             raise KernelNotReady(
@@ -194,6 +198,8 @@ class KernelClient:
 
     def forget(self) -> None:
         """Back to the configuration alone; what a parent process still uses is left to it."""
+        if self._given_store is not None:
+            self._given_store = copy.copy(self._given_store)  # with locks that nobody holds
         self._supply.forget()
         self._serving = {}
 

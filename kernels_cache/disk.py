@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from mlaprep.kernels_cache import housekeeping
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
@@ -83,6 +83,10 @@ class DiskStore:
             self._open(create=True).close()
         except (OSError, ValueError) as error:
             raise StoreError(f"no kernel cache can be kept at {root}: {error}") from error
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Path, int]]:
+        # A copy, in this process or another, is a store of its own over the same directory.
+        return type(self), (self.root, self.max_bytes)
 
     def get(self, key: str) -> KernelArtifact | None:
         artifact = self._look_up(key) if is_digest(key) else None

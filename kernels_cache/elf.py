@@ -31,8 +31,8 @@ class _Elf:
 def check_cubin(cubin: bytes, arch: str) -> None:
     """Refuse bytes that are not a whole cubin for this architecture, such as ``sm_90a``.
 
-    An ``f`` cubin and the plain one of the same capability look alike here (measured with NVRTC 12.9),
-    so the manifest must tell those apart.
+    The suffix shows only in part: NVRTC 12.9 marks ``a`` cubins but not ``f`` ones, NVRTC 13 marks none
+    (measured). So a mark must fit, a missing one proves nothing, and the manifest must tell those apart.
 
     Raises:
         ArtifactError: not a 64-bit little-endian ELF, not for CUDA, for another architecture, or one whose
@@ -40,11 +40,12 @@ def check_cubin(cubin: bytes, arch: str) -> None:
     """
     elf = _read_header(cubin)
     _check_extent(cubin, elf)
-    number, accelerated = _target(elf)
+    number, suffixes = _target(elf)
     if not is_arch(arch):
         raise ArtifactError("wrong-arch", "asked for an architecture that is not spelled like sm_90a")
-    if (number, accelerated) != (int(arch[3:].rstrip("af")), arch.endswith("a")):
-        found = f"sm_{number}{'a' if accelerated else ''}"
+    digits = arch[3:].rstrip("af")
+    if number != int(digits) or arch[3 + len(digits) :] not in suffixes:
+        found = f"sm_{number}{suffixes[0]}"
         raise ArtifactError("wrong-arch", f"a cubin for {arch} was asked for, this one is for {found}")
 
 
@@ -106,13 +107,14 @@ def _check_extent(cubin: bytes, elf: _Elf) -> None:
         raise ArtifactError("trailing-bytes", f"a cubin that ends at {max(ends)} with {len(cubin)} bytes")
 
 
-def _target(elf: _Elf) -> tuple[int, bool]:
-    """Compute capability times ten, and whether the code is architecture-specific (the ``a`` suffix).
+def _target(elf: _Elf) -> tuple[int, tuple[str, ...]]:
+    """Compute capability times ten, and the suffixes that its architecture's name may have.
 
-    Two encodings are met: NVRTC 12.9 writes ABI 7 up to sm_90 and ABI 8 from sm_100 on.
+    Two encodings are met: NVRTC 12.9 writes ABI 7 up to sm_90 and ABI 8 from sm_100 on, NVRTC 13 ABI 8
+    for all.
     """
     if elf.abi == 7:
-        return elf.flags & 0xFF, bool(elf.flags & 0x800)
+        return elf.flags & 0xFF, ("a",) if elf.flags & 0x800 else ("", "f")
     if elf.abi == 8:
-        return elf.flags >> 8 & 0xFF, bool(elf.flags & 0x8)
+        return elf.flags >> 8 & 0xFF, ("a",) if elf.flags & 0x8 else ("", "f", "a")
     raise ArtifactError("unknown-abi", f"a cubin of ELF ABI version {elf.abi}; this release reads 7 and 8")

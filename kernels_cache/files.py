@@ -1,6 +1,7 @@
 """Folder: a directory held open, whose contents are reached without ever following a symbolic link."""
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -125,10 +126,18 @@ class Folder:
 
     def remove(self, name: str) -> None:
         """Remove whatever has this name; a link is removed, never followed."""
-        if self.is_folder(name):
-            shutil.rmtree(name, dir_fd=self.descriptor)
-        else:
+        if not self.is_folder(name):
             os.unlink(name, dir_fd=self.descriptor)
+            return
+        for last in (False, False, True):
+            try:
+                shutil.rmtree(name, dir_fd=self.descriptor)
+            except OSError as error:
+                # Whoever still has the folder open may put a file in while it is emptied.
+                if last or error.errno != errno.ENOTEMPTY:
+                    raise
+            else:
+                return
 
     def sync(self) -> None:
         os.fsync(self.descriptor)

@@ -84,8 +84,7 @@ def discard(root: Folder, arch: str, key: str) -> bool:
                 shelf.move(key, temporary, name)
         except FileNotFoundError:
             return False
-        with contextlib.suppress(FileNotFoundError):  # somebody else may sweep
-            temporary.remove(name)
+        _clear(temporary, name)
     return True
 
 
@@ -107,12 +106,7 @@ def staged(temporary: Folder) -> Iterator[tuple[str, Folder]]:
             try_lock_folder(stage)
             yield name, stage
     finally:
-        try:
-            temporary.remove(name)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            _log.warning("kernel cache: %s/%s is left for a later sweep: %s", temporary.where, name, error)
+        _clear(temporary, name)
 
 
 def drop_lost_hints(root: Folder) -> None:
@@ -136,6 +130,15 @@ def sweep(root: Folder, min_age_s: float) -> int:
                     temporary.remove(name)
                     swept += 1
     return swept
+
+
+def _clear(temporary: Folder, name: str) -> None:
+    try:
+        temporary.remove(name)
+    except FileNotFoundError:
+        pass  # moved to its place, or swept by somebody else
+    except OSError as error:
+        _log.warning("kernel cache: %s/%s is left for a later sweep: %s", temporary.where, name, error)
 
 
 def _is_stale(temporary: Folder, name: str, min_age_s: float) -> bool:

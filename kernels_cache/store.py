@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from threading import Lock, RLock
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.errors import AmbiguousKeyError, StoreError
@@ -121,6 +121,10 @@ class MemoryStore:
         self._bytes = 0
         self._counters = Counters()
 
+    def __reduce__(self) -> tuple[type[Self], tuple[int]]:
+        # A copy, in this process or another, starts empty.
+        return type(self), (self.max_bytes,)
+
     def get(self, key: str) -> KernelArtifact | None:
         # Verified when it was published; the bytes are immutable since.
         with self._lock:
@@ -228,6 +232,9 @@ class TieredStore:
             raise StoreError("a tiered store needs at least one store")
         self.tiers = tuple(tiers)
         self._counters = Counters()
+
+    def __reduce__(self) -> tuple[type[Self], tuple[tuple[KernelStore, ...]]]:
+        return type(self), (self.tiers,)
 
     def get(self, key: str) -> KernelArtifact | None:
         for depth, tier in enumerate(self.tiers):

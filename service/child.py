@@ -128,4 +128,7 @@ def child_environment() -> dict[str, str]:
     environment["LC_ALL"] = "C.UTF-8"
     # NumPy, which CuPy imports, reserves address space for every thread it might use.
     environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    # CuPy makes its cache directory when it is imported, and fails where the home directory is read-only. It
+    # writes there only what it compiles itself, which is nothing here, so any directory that exists will do.
+    environment["CUPY_CACHE_DIR"] = "/"
     return environment

@@ -22,11 +22,13 @@ PROGRAM_NAME: Final = "mla_prepare.cu"
 """What the compiler calls the source, the same for all, since a name may end in the binary."""
 
 _OUT_OF_MEMORY: Final = "NVRTC_ERROR_OUT_OF_MEMORY"
-# The compiler's own build number is in no function of its interface; only its preprocessor tells.
+_FRONT_END_OUT_OF_MEMORY: Final = "catastrophic error: out of memory"  # under NVRTC_ERROR_COMPILATION
+# The compiler's own build number is in no function of its interface; only its preprocessor tells. One is
+# added since PTX does not spell an initial value of 0, and 13.0 has a minor version of 0.
 _VERSION_PROBE: Final = """extern "C" {
-__device__ int probe_major = __CUDACC_VER_MAJOR__;
-__device__ int probe_minor = __CUDACC_VER_MINOR__;
-__device__ int probe_build = __CUDACC_VER_BUILD__;
+__device__ int probe_major = __CUDACC_VER_MAJOR__ + 1;
+__device__ int probe_minor = __CUDACC_VER_MINOR__ + 1;
+__device__ int probe_build = __CUDACC_VER_BUILD__ + 1;
 }
 """
 _PROBED: Final = re.compile(r"probe_(major|minor|build) = (\d+)")
@@ -103,7 +105,8 @@ def _probe_version(nvrtc: Any, capability: int) -> str:
             nvrtc.compileProgram(program, (f"-arch=compute_{capability}",))
         except nvrtc.NVRTCError as error:
             raise RuntimeError(f"{error}: {_log_of(nvrtc, program)}") from None
-        found = dict(_PROBED.findall(bytes(nvrtc.getPTX(program)).decode()))
+        text = bytes(nvrtc.getPTX(program)).decode()
+        found = {name: int(number) - 1 for name, number in _PROBED.findall(text)}
     finally:
         nvrtc.destroyProgram(program)
     return "{major}.{minor}.{build}".format(**found)
@@ -129,8 +132,9 @@ def _answer(nvrtc: Any, source: str, options: tuple[str, ...]) -> tuple[dict[str
             log = _log_of(nvrtc, program)
             cubin = bytes(nvrtc.getCUBIN(program))
         except nvrtc.NVRTCError as error:
-            memory = _OUT_OF_MEMORY in str(error)
-            return {"ok": False, "error": str(error), "memory": memory, "log": _log_of(nvrtc, program)}, b""
+            log = _log_of(nvrtc, program)
+            memory = _OUT_OF_MEMORY in str(error) or _FRONT_END_OUT_OF_MEMORY in log
+            return {"ok": False, "error": str(error), "memory": memory, "log": log}, b""
         finally:
             nvrtc.destroyProgram(program)
     except MemoryError:

@@ -348,7 +348,10 @@ class Compiler:
     def _compile_in(self, child: CompileChild, source: KernelSource, arch: Arch) -> KernelArtifact:
         options = compile_options(arch)
         reply, raw = child.compile(source.text, options, self._timeout_s)
-        if not reply.get("ok"):
+        if type(reply.get("ok")) is not bool or (reply["ok"] and type(reply.get("compile_ms")) is not float):
+            child.close()
+            raise ChildDied("the compile process sent a reply that makes no sense")
+        if not reply["ok"]:
             if reply.get("memory"):
                 child.close()  # what it holds is not given back, and the next source would suffer for it
                 raise ChildDied("the compiler ran out of memory")
@@ -390,7 +393,7 @@ def _artifact(
         shared_bytes=usage.shared_bytes,
         nvrtc_version=toolchain.version,
         options=options,
-        compile_ms=round(float(reply["compile_ms"]), 3),
+        compile_ms=round(reply["compile_ms"], 3),
         created_at=utc_now(),
     )
     return KernelArtifact(manifest, cubin, source.text)

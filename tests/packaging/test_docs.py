@@ -1,5 +1,8 @@
 """Documents that drift from the code fail the build."""
 
+import ast
+import dataclasses
+import importlib
 import re
 import subprocess
 import sys
@@ -66,7 +69,9 @@ def test_commands_in_documents_exist(root: Path) -> None:
 
     commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     for document in documents(root):
-        named = set(re.findall(r"(?:^\$ |^|`)mlaprep ([a-z]+)\b", document.read_text(), re.MULTILINE))
+        text = document.read_text()
+        code = "\n".join([*re.findall(r"```\n(.*?)```", text, re.DOTALL), *re.findall(r"`([^`\n]+)`", text)])
+        named = set(re.findall(r"^(?:\$ )?mlaprep ([a-z]+)\b", code, re.MULTILINE))
         assert named <= commands, document.name
 
 
@@ -81,21 +86,42 @@ def test_settings_in_code_are_documented(root: Path) -> None:
     assert read <= documented
 
 
-def test_problem_types_and_errors_are_documented(root: Path) -> None:
+def test_every_error_class_is_documented(root: Path) -> None:
+    from mlaprep.kernels_cache.errors import CacheError
+    from mlaprep.templates.errors import MlaprepError
+
+    for module in ("clients.demo", "clients.errors", "service.errors"):
+        importlib.import_module(f"mlaprep.{module}")
+
+    def tree(kind: type) -> Iterator[str]:
+        if kind.__module__.startswith("mlaprep."):
+            yield kind.__name__
+        for child in kind.__subclasses__():
+            yield from tree(child)
+
     page = (root / "docs" / "errors.md").read_text()
-    code = [
-        path.read_text()
-        for room in ("service", "clients", "kernels_cache", "templates")
-        for path in (root / room).rglob("*.py")
-    ]
-    classes = {
-        name
-        for text in code
-        for name in re.findall(
-            r"^class (\w+(?:Error|Rejected|Unavailable|NotReady|Failed|Timeout|Crashed|Full))\b", text, re.MULTILINE
-        )
-    }
-    assert {name for name in classes if name not in page} == set()
+    names = {*tree(MlaprepError), *tree(CacheError)}
+    assert {name for name in names if not re.search(rf"\b{name}\b", page)} == set()
+    listed = set(re.findall(r"^[│ ]*[├└]── (\w+)|^(\w+Error)\b", page, re.MULTILINE))
+    assert {name for pair in listed for name in pair if name} <= names
+
+
+def test_problem_types_are_documented(root: Path) -> None:
+    used = set()
+    for path in (root / "service").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("ProblemError", "invalid_fields"):
+                used |= {argument.value for argument in node.args[1:2] if isinstance(argument, ast.Constant)}
+    assert used, "no problem found in the service"
+    page = (root / "docs" / "errors.md").read_text()
+    assert {slug for slug in used if f"`{slug}`" not in page} == set()
+
+
+def test_every_input_of_a_key_is_documented(root: Path) -> None:
+    from mlaprep.kernels_cache.key import CacheKey
+
+    rows = re.findall(r"^\| `(\w+)` \|", (root / "docs" / "caching.md").read_text(), re.MULTILINE)
+    assert set(rows) == {"schema", *(field.name for field in dataclasses.fields(CacheKey))}
 
 
 def test_generated_parts_are_current(root: Path) -> None:

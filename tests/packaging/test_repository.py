@@ -45,7 +45,7 @@ def test_no_binary_and_nothing_large(root: Path, tracked: list[Path]) -> None:
 def test_modules_hold_one_noun(root: Path, tracked: list[Path]) -> None:
     rooms = ("templates", "kernels_cache", "service", "clients")
     code = [path for path in tracked if path.suffix == ".py" and path.relative_to(root).parts[0] in rooms]
-    assert {str(path.relative_to(root)) for path in code if len(path.read_text().splitlines()) > 450} == set()
+    assert {str(path.relative_to(root)) for path in code if len(path.read_text().splitlines()) > 500} == set()
 
 
 def test_licence_is_apache_2(root: Path) -> None:

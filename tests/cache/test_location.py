@@ -1,0 +1,91 @@
+"""Where the default store is, and what stands in for it."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from cache.samples import make_artifact
+
+from mlaprep.kernels_cache.disk import DISK_BYTES, DiskStore, default_cache_dir, open_default_store
+from mlaprep.kernels_cache.errors import StoreError
+from mlaprep.kernels_cache.store import MemoryStore, TieredStore
+
+ARTIFACT = make_artifact()
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        ({"MLAPREP_CACHE_DIR": "/a", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/a"),
+        ({"MLAPREP_CACHE_DIR": "~/a", "HOME": "/c"}, "/c/a"),
+        ({"MLAPREP_CACHE_DIR": "", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/b/mlaprep"),
+        ({"XDG_CACHE_HOME": "b", "HOME": "/c"}, "/c/.cache/mlaprep"),
+        ({"XDG_CACHE_HOME": "", "HOME": "/c"}, "/c/.cache/mlaprep"),
+        ({"HOME": "/c"}, "/c/.cache/mlaprep"),
+    ],
+)
+def test_the_place(environ: dict[str, str], place: str) -> None:
+    assert default_cache_dir(environ) == Path(place)
+
+
+def test_a_relative_place_is_below_the_current_directory() -> None:
+    assert default_cache_dir({"MLAPREP_CACHE_DIR": "here"}) == Path.cwd() / "here"
+
+
+def test_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(StoreError, match="MLAPREP_CACHE_DIR"):
+        default_cache_dir({})
+    assert isinstance(open_default_store({}), MemoryStore)
+
+
+def test_the_default_is_the_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = open_default_store({"XDG_CACHE_HOME": str(tmp_path)})
+    assert isinstance(store, DiskStore)
+    assert (store.root, store.max_bytes) == (tmp_path / "mlaprep", DISK_BYTES)
+    assert caplog.records == []
+
+
+def test_the_environment_of_the_process_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLAPREP_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("MLAPREP_CACHE_MAX_BYTES", "4096")
+    store = open_default_store()
+    assert isinstance(store, DiskStore)
+    assert (store.root, store.max_bytes) == (tmp_path / "cache", 4096)
+
+
+@pytest.mark.parametrize("kind", ["file", "mode", "owner", "size"])
+def test_memory_and_one_warning_where_no_disk_can_be_used(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "cache"
+    environ = {"MLAPREP_CACHE_DIR": str(place)}
+    if kind == "file":
+        place.write_text("")
+    elif kind == "mode":
+        place.mkdir()
+        place.chmod(0o777)
+    elif kind == "owner":
+        place.mkdir()
+        user = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    else:
+        environ["MLAPREP_CACHE_MAX_BYTES"] = "1 GB"
+    store = open_default_store(environ)
+    assert isinstance(store, MemoryStore)
+    store.publish(ARTIFACT)
+    assert store.get(ARTIFACT.key) == ARTIFACT
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert str(place) in caplog.text or kind == "size"
+
+
+def test_memory_stands_before_a_disk_that_can_only_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    DiskStore(tmp_path / "cache").publish(ARTIFACT)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    store = open_default_store({"MLAPREP_CACHE_DIR": str(tmp_path / "cache")})
+    assert isinstance(store, TieredStore)
+    assert store.get(ARTIFACT.key) == ARTIFACT
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
