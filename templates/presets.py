@@ -28,12 +28,8 @@ class Preset:
     def spec(self, tp: int = 1, **fields: Any) -> KernelSpec:
         """The spec of one rank at tensor-parallel degree ``tp``; ``fields`` override.
 
-        Rotation is not generated yet: for a model that rotates, this is the kernel that follows the
-        engine's own rotation, so ``rope`` is ``none``.
-
         Raises:
             SpecError: a degree the model is not served at, or a field the spec refuses.
-            UnsupportedSpecError: the model's cache layout is not generated yet.
         """
         if type(tp) is not int or tp not in self.tp_degrees:
             degrees = ", ".join(map(str, self.tp_degrees))
@@ -43,6 +39,7 @@ class Preset:
             "kv_lora_rank": self.kv_lora_rank,
             "rope_dim": self.rope_dim,
             "layout": self.layout,
+            "rope": self.rope,
         }
         return KernelSpec.from_dict(model | fields)
 

@@ -16,12 +16,12 @@ import jinja2
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.errors import FieldProblem, SpecError
 from mlaprep.templates.signature import kernel_parameters
-from mlaprep.templates.spec import DYNAMIC, STRIDE_FIELDS, KernelSpec
+from mlaprep.templates.spec import DYNAMIC, STRIDE_FIELDS, TILE, KernelSpec
 
 ENTRY: Final = "mla_prepare"
 """Name of the kernel in every source and cubin."""
 
-MAX_THREADS_PER_BLOCK: Final = 1024
+MAX_THREADS_PER_BLOCK: Final = 576
 _ROOT_TEMPLATE: Final = "mla_prepare.cu.j2"
 
 
@@ -49,7 +49,7 @@ class KernelSource:
         """
         return {
             "elements_per_thread": self.spec.elements_per_thread,
-            "threads_per_row": self.spec.row_width // self.spec.elements_per_thread,
+            "threads_per_row": _threads_per_row(self.spec),
             "rows_per_token": _rows_per_token(self.spec),
             "max_threads_per_block": MAX_THREADS_PER_BLOCK,
             "pdl": self.spec.pdl,
@@ -68,10 +68,12 @@ def check_target(spec: KernelSpec, arch: Arch) -> None:
     """Refuse a spec that an architecture cannot run.
 
     Raises:
-        SpecError: programmatic dependent launch on an architecture that has none.
+        SpecError: programmatic dependent launch, or 32-byte loads, on an architecture that has none.
     """
     if spec.pdl and not arch.supports_pdl:
         raise SpecError(FieldProblem("pdl", f"true for {arch}, which has none", "false, or sm_90 and up"))
+    if spec.load_bytes == 32 and arch.capability < (10, 0):
+        raise SpecError(FieldProblem("load_bytes", f"32 for {arch}, which loads 16 at most", "16, or sm_100 and up"))
 
 
 @functools.cache
@@ -104,7 +106,30 @@ def _environment() -> jinja2.Environment:
 
 
 def _rows_per_token(spec: KernelSpec) -> int:
-    return (spec.num_heads if spec.write_q else 0) + (1 if spec.write_kv else 0)
+    return (spec.pad_heads_to if spec.write_q else 0) + (1 if spec.write_kv else 0)
+
+
+def _threads_per_row(spec: KernelSpec) -> int:
+    threads = spec.row_width // spec.elements_per_thread
+    if spec.layout != "ds_mla" or not spec.write_kv:
+        return threads
+    # A whole number of tiles, so that the threads of one tile never straddle two warps.
+    per_tile = TILE // spec.elements_per_thread
+    return -(-threads // per_tile) * per_tile
+
+
+def _element_store_words(spec: KernelSpec) -> int:
+    """Words of one store of 2-byte results: what both the thread's share and every address allow; 0 if none."""
+    query = spec.write_q and not spec.quantised_query
+    cache = spec.write_kv and spec.layout in ("same", "ds_mla")
+    if not (query or cache):
+        return 0
+    words = min(spec.elements_per_thread // 2, 4)
+    if spec.write_kv and spec.layout == "ds_mla":
+        # Rotary columns stand behind the tile scales, in rows that start at a multiple of the code store.
+        offset = spec.kv_lora_rank + 4 * (spec.kv_lora_rank // TILE)
+        words = min(words, spec.elements_per_thread // 4, (offset & -offset) // 4)
+    return max(words, 1)
 
 
 def _context(spec: KernelSpec) -> dict[str, Any]:
@@ -115,6 +140,8 @@ def _context(spec: KernelSpec) -> dict[str, Any]:
         "loc": "const int*" if spec.loc_dtype == "i32" else "const long long*",
         "q_scale_inv": "const float*",
         "kv_scale_inv": "const float*",
+        "positions": "const int*" if spec.position_dtype == "i32" else "const long long*",
+        "cos_sin_cache": "const float*",
     }
     parameters = [
         (pointers.get(p.name, "const Element*") if p.type == "pointer" else c_types[p.type], p.name)
@@ -134,6 +161,8 @@ def _context(spec: KernelSpec) -> dict[str, Any]:
         },
         "max_threads": MAX_THREADS_PER_BLOCK,
         "rows_per_token": _rows_per_token(spec),
+        "element_store_words": _element_store_words(spec),
+        "tile": TILE,
     }
 
 
