@@ -70,7 +70,7 @@ ONE_BLOCK = LaunchConfig((1, 1, 1), (256, 1, 1))
 def test_nothing_is_read_before_a_late_producer_wrote_it(
     gpu: Gpu, producer: Launcher, consumer: Launcher, late: str, elements: int
 ) -> None:
-    scale = torch.tensor(0.5)
+    scale = torch.tensor([0.5])
     call = make(T, H, R, D, rows=S, kv_scale_inv=scale, fields={"elements_per_thread": elements})
     names = ("q_nope", "q_rope", "k_nope", "k_rope", "loc", "kv_scale_inv")
     final = {name: getattr(call, name).to(gpu.device) for name in names}
