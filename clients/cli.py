@@ -152,9 +152,7 @@ def serve(
 
     try:
         run_service(settings, on_listening=announce)
-    except KeyboardInterrupt:  # raised again by uvicorn once it has drained: the way a server ends on a terminal
-        return
-    except SystemExit as error:
+    except SystemExit as error:  # uvicorn's way to say that it did not start
         raise typer.Exit(ExitCode.FAILED if error.code else ExitCode.OK) from None
 
 

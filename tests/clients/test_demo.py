@@ -7,8 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from emulation.artifact import emulated_artifact
+from emulation.driver import EmulatedDriver, Region
 
 from mlaprep.clients import demo
+from mlaprep.clients.handle import KernelHandle
 from mlaprep.templates.arch import DEFAULT_ARCHS
 from mlaprep.templates.spec import KernelSpec
 
@@ -54,3 +58,13 @@ def test_says_why_where_the_service_does_not_start(
     assert "no module named mlaprep" in told
     assert "ended with status 7" in told
     assert list(tmp_path.iterdir()) == [broken]
+
+
+def test_compares_a_launch_with_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = EmulatedDriver()
+    driver._regions = [Region(1, 2**63, 1)]  # the whole of memory
+    handle = KernelHandle(emulated_artifact(KernelSpec(num_heads=12)), driver)
+    assert demo.compare_with_chain(handle, torch.device("cpu")) == (64 * 12 * 576, 256 * 576)
+    monkeypatch.setattr("mlaprep.clients.reference.prepare_chain", lambda *inputs: torch.zeros(64, 12, 576))
+    with pytest.raises(demo.DemoError, match="differ"):
+        demo.compare_with_chain(handle, torch.device("cpu"))
