@@ -28,7 +28,7 @@ def test_B035_every_input_of_a_key_is_documented() -> None:
 
 def test_every_variable_is_documented() -> None:
     read = set(re.findall(r'environ\.get\("(\w+)"', "".join(CODE.values())))
-    assert first_cells(section("On disk")) == read
+    assert {name for name in first_cells(section("On disk")) if name.isupper()} == read
 
 
 def test_every_counter_is_documented() -> None:
