@@ -46,6 +46,14 @@ app: Final = typer.Typer(
 )
 
 
+@app.callback()
+def _before_every_command() -> None:
+    # Stamina reports retries through structlog where that is installed, whose default is to print on stdout.
+    from stamina.instrumentation import set_on_retry_hooks
+
+    set_on_retry_hooks(())
+
+
 @app.command("compile")
 @reports_errors
 def compile_(
@@ -142,7 +150,10 @@ def serve(
         else:
             typer.echo(f"mlaprep serves on {url}, {url}/docs lists the calls; Ctrl-C stops it")
 
-    run_service(settings, on_listening=announce)
+    try:
+        run_service(settings, on_listening=announce)
+    except SystemExit as error:  # uvicorn's way to say that it did not start
+        raise typer.Exit(ExitCode.FAILED if error.code else ExitCode.OK) from None
 
 
 @app.command()
@@ -171,7 +182,6 @@ def doctor(url: Url = None, token: Token = None, cache_dir: CacheDir = None, as_
 def main() -> None:
     """Entry point of the console script."""
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
-    _silence_retry_reports()
     try:
         app()
     except Exception as error:
@@ -195,13 +205,6 @@ def _describe_compiler() -> str:
         archs = compiler.archs()
     targets = f"{len(archs)} targets, {archs[0]} to {archs[-1]}" if archs else "none of the targets known here"
     return f"{toolchain.version} ({Path(toolchain.library).name}), builds {targets}"
-
-
-def _silence_retry_reports() -> None:
-    """Stamina reports retries through structlog where that is installed, and by default that is stdout."""
-    from stamina.instrumentation import set_on_retry_hooks
-
-    set_on_retry_hooks(())
 
 
 if __name__ == "__main__":

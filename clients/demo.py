@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 from rich.padding import Padding
@@ -30,6 +30,11 @@ from mlaprep.kernels_cache.disk import DiskStore
 from mlaprep.templates.arch import DEFAULT_ARCHS, Arch
 from mlaprep.templates.presets import preset
 from mlaprep.templates.spec import KernelSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from mlaprep.clients.handle import KernelHandle
 
 MODELS: Final = ("kimi-k3", "deepseek-v3")
 TP_DEGREES: Final = (1, 4, 8)
@@ -216,41 +221,50 @@ def _launch(console: Console, url: str, cache: Path, spec: KernelSpec) -> None:
         return
     import torch
 
-    from mlaprep.clients.reference import prepare_chain
-
     with KernelClient(url, store=DiskStore(cache), on_miss="error", offline=False) as worker:
         try:
             handle = worker.load(spec)
         except (KernelUnavailable, DriverError) as error:
             _say(console, f"Not run: {error}")
             return
-    heads, rank, rope = spec.num_heads, spec.kv_lora_rank, spec.rope_dim
     device = torch.device("cuda", torch.cuda.current_device())
+    query_bytes, cache_bytes = compare_with_chain(handle, device)
+    told = (
+        f"{torch.cuda.get_device_name(device)}: {query_bytes:,} query bytes and {cache_bytes:,} cache bytes "
+        f"equal the chain's, {_TOKENS} tokens in one launch"
+    )
+    console.print(Padding(Text("✓ ", style="bold green") + told, (0, 0, 0, 2)))
+
+
+def compare_with_chain(handle: "KernelHandle", device: "torch.device") -> tuple[int, int]:
+    """Launch a kernel and run the unfused chain on the same random inputs; the bytes of query and cache compared.
+
+    Raises:
+        DemoError: a byte differs.
+    """
+    import torch
+
+    from mlaprep.clients.reference import prepare_chain
+
+    spec = handle.spec
+    heads, rank, rope = spec.num_heads, spec.kv_lora_rank, spec.rope_dim
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16) * 40
 
-    queries = random(_TOKENS, heads, rank), random(_TOKENS, heads, rope)
-    keys = random(_TOKENS, rank), random(_TOKENS, rope)
+    inputs = random(_TOKENS, heads, rank), random(_TOKENS, heads, rope), random(_TOKENS, rank), random(_TOKENS, rope)
     loc = torch.randperm(4 * _TOKENS, generator=generator, device=device)[:_TOKENS]
     fused_cache = torch.zeros(4 * _TOKENS, rank + rope, dtype=torch.uint8, device=device)
     chain_cache = torch.zeros_like(fused_cache)
-    fused = handle(*queries, *keys, fused_cache, loc)
-    chain = prepare_chain(*queries, *keys, chain_cache, loc)
+    fused = handle(*inputs, fused_cache, loc)
+    chain = prepare_chain(*inputs, chain_cache, loc)
     assert fused is not None
     assert chain is not None
     same = torch.equal(fused.view(torch.uint8), chain.view(torch.uint8)) and torch.equal(fused_cache, chain_cache)
-    name = torch.cuda.get_device_name(device)
     if not same:
-        raise DemoError(
-            f"launched {spec.variant_id} on {torch.cuda.get_device_name(device)}: its bytes differ from the chain's"
-        )
-    console.print(
-        Text("  ✓ ", style="bold green")
-        + f"{name}: {fused.numel():,} query bytes and {fused_cache.numel():,} cache bytes equal the chain's,\n"
-        f"    {_TOKENS} tokens in one launch"
-    )
+        raise DemoError(f"launched {spec.variant_id}: its bytes differ from the chain's")
+    return fused.numel(), fused_cache.numel()
 
 
 def _why_no_launch() -> str | None:

@@ -76,6 +76,7 @@ class RestTransport:
     _http: "httpx.Client | None"
     _down_until: float
     _read_only_until: float
+    _build_refusal: str
 
     def __init__(
         self,
@@ -149,6 +150,7 @@ class RestTransport:
         self._http = None
         self._down_until = 0.0
         self._read_only_until = 0.0
+        self._build_refusal = ""
 
     def _within(self, deadline: float, call: Callable[[], T]) -> T:
         """``call`` in a thread of its own, left behind at the deadline.
@@ -174,17 +176,21 @@ class RestTransport:
 
     def _exchange(self, spec: KernelSpec, arch: Arch, build: bool, deadline: float) -> Reply:
         path = f"/v1/kernels/{arch}/{spec.variant_id}"
-        reply = None
         if build and time.monotonic() >= self._read_only_until:
             try:
-                reply = self._ask("PUT", f"{path}?inline=true", deadline)
+                return self._verified(self._ask("PUT", f"{path}?inline=true", deadline), spec, arch, path, deadline)
             except ServiceRefused as error:
                 if error.status not in (401, 403):
                     raise
                 self._read_only_until = time.monotonic() + MAX_COOL_DOWN_S
-        if reply is None:
-            reply = self._ask("GET", f"{path}?inline=true", deadline)
-        return self._verified(reply, spec, arch, path, deadline)
+                self._build_refusal = str(error)
+        try:
+            return self._verified(self._ask("GET", f"{path}?inline=true", deadline), spec, arch, path, deadline)
+        except ServiceRefused as error:
+            if not (build and error.status == 404):
+                raise
+            message = f"{error}; building it there was refused: {self._build_refusal}"
+            raise ServiceRefused(message, status=error.status, problem=error.problem) from None
 
     def _ask(self, method: str, path: str, deadline: float, statuses: Container[int] = _GOOD) -> bytes:
         """The body of an answer with one of these statuses, transient failures retried while time remains."""

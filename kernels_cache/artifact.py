@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 
 from mlaprep.kernels_cache.elf import MAX_CUBIN_BYTES, check_cubin
 from mlaprep.kernels_cache.errors import ArtifactError
-from mlaprep.kernels_cache.key import SCHEMA, cache_key, canonical_json, is_arch, is_digest, json_value
+from mlaprep.kernels_cache.key import SCHEMA, cache_key, canonical_json, is_arch, is_digest, json_value, write_json
 
 MAX_MANIFEST_BYTES: Final = 64 * 2**10
 MAX_SOURCE_BYTES: Final = 4 * 2**20
@@ -107,17 +107,12 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """Every member, JSON types only; :meth:`from_dict` reads it back."""
-        document = {item.name: getattr(self, item.name) for item in fields(self)}
-        return document | {
-            "spec": json_value(self.spec),
-            "launch": json_value(self.launch),
-            "options": list(self.options),
-        }
+        document: dict[str, Any] = json_value(self._members())
+        return document
 
     def to_json(self) -> str:
         """Canonical JSON text, one line, with a digest of itself so that a flipped bit shows."""
-        document = self.to_dict()
-        return canonical_json(document | {SEAL: _sha256(canonical_json(document).encode())})
+        return write_json(self._members() | {SEAL: self._seal()})
 
     @classmethod
     def from_dict(cls, document: object) -> Self:
@@ -138,7 +133,7 @@ class Manifest:
         if missing or "schema" not in members:
             raise ArtifactError("manifest", f"a manifest without {', '.join(missing or ['schema'])}")
         manifest = cls(**members)
-        if seal is not None and seal != _sha256(canonical_json(manifest.to_dict()).encode()):
+        if seal is not None and seal != manifest._seal():
             raise ArtifactError("manifest-digest", "a manifest that differs from its own digest")
         return manifest
 
@@ -160,6 +155,12 @@ class Manifest:
         if manifest.to_json() != (text if isinstance(text, str) else text.decode()):
             raise ArtifactError("manifest-digest", "a manifest that is not as it was written")
         return manifest
+
+    def _members(self) -> dict[str, Any]:
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    def _seal(self) -> str:
+        return _sha256(write_json(self._members()).encode())
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from mlaprep.kernels_cache import housekeeping
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.entries import read_entry, read_manifest, touch, write_entry
 from mlaprep.kernels_cache.errors import ArtifactError, StoreError
-from mlaprep.kernels_cache.files import Folder, Identity, NotPrivateError, descend
+from mlaprep.kernels_cache.files import TEMPORARY, Folder, Identity, NotPrivateError, descend
 from mlaprep.kernels_cache.hints import BLOBS, LINKS, drop_hint, read_hint, write_hint
 from mlaprep.kernels_cache.key import is_arch, is_digest
 from mlaprep.kernels_cache.location import default_cache_dir, default_max_bytes
@@ -122,8 +122,8 @@ class DiskStore:
     def link(self, request: str, key: str) -> None:
         require_digests(request, key)
         try:
-            with self._open(create=True) as root, root.make(housekeeping.TEMPORARY) as temporary:
-                write_hint(root, temporary, LINKS, request, key)
+            with self._open(create=True) as root:
+                write_hint(root, LINKS, request, key)
         except OSError as error:
             self._trouble("write", error)
 
@@ -213,13 +213,8 @@ class DiskStore:
             self._counters.add("write_errors")
         elif isinstance(error, FileNotFoundError):
             return
-        _log.log(
-            logging.DEBUG if self._in_trouble else logging.WARNING,
-            "kernel cache: cannot %s %s, going on without: %s",
-            what,
-            self.root,
-            error,
-        )
+        level = logging.DEBUG if self._in_trouble else logging.WARNING
+        _log.log(level, "kernel cache: cannot %s %s, going on without: %s", what, self.root, error)
         self._in_trouble = True
 
     # Reading
@@ -321,16 +316,17 @@ class DiskStore:
         if not self._swept:
             self._swept = True
             self.sweep()
-        with root.make(housekeeping.TEMPORARY) as temporary, housekeeping.staged(temporary) as (name, stage):
+        with root.make(TEMPORARY) as temporary, housekeeping.staged(temporary) as (name, stage):
             write_entry(stage, artifact)
             return self._move_in(root, temporary, name, artifact)
 
     def _move_in(self, root: Folder, temporary: Folder, name: str, artifact: KernelArtifact) -> bool:
+        arch, key = artifact.manifest.arch, artifact.key
         failure = OSError()
         for _ in range(_ATTEMPTS):
             try:
-                with root.make(artifact.manifest.arch) as shelves, shelves.make(artifact.key[:2]) as shelf:
-                    temporary.move(name, shelf, artifact.key)
+                with root.make(arch, sync=True) as shelves, shelves.make(key[:2], sync=True) as shelf:
+                    temporary.move(name, shelf, key)
                     with contextlib.suppress(OSError):
                         shelf.sync()
                     return True
@@ -344,7 +340,7 @@ class DiskStore:
             raise failure
         # On a network file system the winner may stay invisible for a minute. It has the place, we have
         # the bytes: nothing more to do.
-        _log.info("kernel cache: another writer's entry for %s is not visible yet", artifact.key)
+        _log.info("kernel cache: another writer's entry for %s is not visible yet", key)
         return False
 
     def _stands(self, root: Folder, artifact: KernelArtifact) -> bool:
@@ -365,8 +361,7 @@ class DiskStore:
         return True
 
     def _note_blob(self, root: Folder, artifact: KernelArtifact) -> None:
-        with root.make(housekeeping.TEMPORARY) as temporary:
-            write_hint(root, temporary, BLOBS, artifact.digest, f"{artifact.manifest.arch}/{artifact.key}")
+        write_hint(root, BLOBS, artifact.digest, f"{artifact.manifest.arch}/{artifact.key}")
 
     def _account(self, root: Folder, size: int) -> None:
         """Keep below the limit; measures the disk only now and then, since others write there too."""

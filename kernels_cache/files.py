@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Self
 
+TEMPORARY: Final = "tmp"
+"""Where a store's root keeps what is being written or removed, on the same file system as everything else."""
 PRIVATE_FOLDER: Final = 0o700
 PRIVATE_FILE: Final = 0o600
 _OTHERS_MAY_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
@@ -59,8 +61,11 @@ class Folder:
         """Open a sub-directory."""
         return type(self)(os.open(name, _OPEN_FOLDER, dir_fd=self.descriptor), f"{self.where}/{name}")
 
-    def make(self, name: str) -> Self:
-        """Open a sub-directory, made where it is missing. A link or file of that name gives way."""
+    def make(self, name: str, *, sync: bool = False) -> Self:
+        """Open a sub-directory, made where it is missing. A link or file of that name gives way.
+
+        ``sync``: a new one is on the medium when this returns.
+        """
         try:
             return self.open(name)
         except FileNotFoundError:
@@ -71,7 +76,8 @@ class Folder:
             os.unlink(name, dir_fd=self.descriptor)
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, PRIVATE_FOLDER, dir_fd=self.descriptor)
-            self.sync()
+            if sync:
+                self.sync()
         return self.open(name)
 
     def names(self) -> list[str]:

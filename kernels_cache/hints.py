@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Final
 
-from mlaprep.kernels_cache.files import Folder, descend, new_name
+from mlaprep.kernels_cache.files import TEMPORARY, Folder, descend, new_name
 from mlaprep.kernels_cache.key import is_digest
 
 LINKS: Final = "links"
@@ -24,17 +24,19 @@ def read_hint(root: Folder, kind: str, digest: str) -> str | None:
     return None
 
 
-def write_hint(root: Folder, temporary: Folder, kind: str, digest: str, text: str) -> None:
+def write_hint(root: Folder, kind: str, digest: str, text: str) -> None:
     """Note a text for a digest, unless it stands there already. Raises OSError."""
     if read_hint(root, kind, digest) == text:
         return
-    with root.make(kind) as hints, hints.make(digest[:2]) as shelf:
+    with root.make(TEMPORARY) as temporary, root.make(kind) as hints, hints.make(digest[:2]) as shelf:
         name = new_name("hint-")
         try:
             temporary.write(name, f"{text}\n".encode(), sync=False)
-            if digest in shelf.names() and shelf.is_folder(digest):
+            try:
+                temporary.move(name, shelf, digest)
+            except IsADirectoryError:
                 shelf.remove(digest)
-            temporary.move(name, shelf, digest)
+                temporary.move(name, shelf, digest)
         except OSError:
             with contextlib.suppress(OSError):
                 temporary.remove(name)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from mlaprep.kernels_cache.entries import measure
-from mlaprep.kernels_cache.files import Folder, descend, new_name
+from mlaprep.kernels_cache.files import TEMPORARY, Folder, descend, new_name
 from mlaprep.kernels_cache.hints import BLOBS, LINKS, drop_hint, iterate_hints
 from mlaprep.kernels_cache.key import is_arch, is_digest
 from mlaprep.kernels_cache.locks import try_lock_folder
 
-TEMPORARY: Final = "tmp"
 QUARANTINE: Final = "quarantine"
 _KEPT_IN_QUARANTINE: Final = 16
 _FEW_ENTRIES: Final = 64

@@ -94,7 +94,12 @@ def canonical_json(value: object) -> str:
         TypeError: anything but None, bool, int, float, str, list, tuple and mappings with string names.
         ValueError: NaN or infinity, or a lone surrogate.
     """
-    return json.dumps(json_value(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return write_json(json_value(value))
+
+
+def write_json(value: object) -> str:
+    """:func:`canonical_json` of a value that is known to be JSON."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def json_value(value: object) -> Any:

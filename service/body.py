@@ -150,7 +150,7 @@ def _finite(text: str) -> float | _Refused:
 
 def _bounded(text: str) -> int | _Refused:
     # The parser gives the digits unread: Python refuses to convert a few thousand of them.
-    return int(text) if len(text) <= _MAX_DIGITS else _Refused("an integer with too many digits")
+    return int(text) if len(text.removeprefix("-")) <= _MAX_DIGITS else _Refused("an integer with too many digits")
 
 
 def _faults(value: Any, path: tuple[str, ...]) -> Iterator[FieldProblem]:

@@ -1,8 +1,10 @@
 """The service as a process: uvicorn with limits and a drain."""
 
+import contextlib
+import signal
 import socket
-import sys
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 
@@ -11,10 +13,10 @@ from mlaprep.service.settings import Settings
 
 
 def serve(settings: Settings | None = None, *, on_listening: Callable[[int], None] | None = None) -> None:
-    """Serve until SIGTERM or an interrupt, then drain.
+    """Serve until SIGTERM or an interrupt, drain, and return. Call it from the main thread.
 
     No new connection is taken, running requests may finish for ``shutdown_grace_s`` seconds, compile processes
-    are ended by their pids. A second signal does not wait.
+    are ended by their pids. A second interrupt does not wait.
 
     Args:
         settings: by default from the environment.
@@ -22,7 +24,7 @@ def serve(settings: Settings | None = None, *, on_listening: Callable[[int], Non
 
     Raises:
         ValueError: settings that must not be served, see :class:`Settings`.
-        SystemExit: the server did not start, for one because the port is taken.
+        SystemExit: the server did not start, for one because the port is taken; uvicorn has logged why.
     """
     settings = settings or Settings()
     config = uvicorn.Config(
@@ -37,13 +39,22 @@ def serve(settings: Settings | None = None, *, on_listening: Callable[[int], Non
         ws="none",
     )
     server = _Server(config, on_listening)
-    server.run()
-    if not server.started:
-        sys.exit(1)
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        server.should_exit = True
+
+    # uvicorn sends itself the signal again once it has drained; a default handler would then end the process
+    # as if it had been killed. This one also catches a signal that comes before uvicorn's own are in place.
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Server(uvicorn.Server):
-    """Tells when it listens: uvicorn itself only logs it."""
+    """Tells when it listens; uvicorn itself only logs it."""
 
     def __init__(self, config: uvicorn.Config, on_listening: Callable[[int], None] | None) -> None:
         super().__init__(config)

@@ -70,6 +70,18 @@ class TestOneRoundTrip:
         transport.fetch(spec, arch)
         assert [request.method for request in service.requests] == ["PUT", "GET", "GET"]
 
+    def test_a_kernel_that_may_not_be_built_is_told_with_the_reason(
+        self, service: FakeService, spec: KernelSpec, arch: Arch
+    ) -> None:
+        service.answer = lambda request: (
+            problem(401, "token-required") if request.method == "PUT" else problem(404, "kernel-not-built")
+        )
+        transport = service.transport()
+        for _ in range(2):
+            with pytest.raises(ServiceRefused, match=r"404.*refused.*401.*MLAPREP_TOKEN") as caught:
+                transport.fetch(spec, arch)
+            assert caught.value.status == 404
+
     def test_without_build_it_only_asks(self, service: FakeService, spec: KernelSpec, arch: Arch) -> None:
         service.answer = lambda request: problem(404, "not-built")
         with pytest.raises(ServiceRefused, match="404") as caught:
