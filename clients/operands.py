@@ -5,13 +5,18 @@ same words. A layout that is merely not covered by a kernel (an odd width, a las
 here: that is for the handle to say.
 """
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, get_args
+
+from mlaprep.clients.cache_layout import CacheLayout, CacheRows, cache_layout, cache_rows
+from mlaprep.clients.tensors import dense, kind_of, overlaps, same_device, shape_error
+from mlaprep.templates.spec import TILE, Rope
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 _MAX_I64: Final = 2**63 - 1
+_ROPES: Final = get_args(Rope)
 
 
 class Operands(NamedTuple):
@@ -25,6 +30,8 @@ class Operands(NamedTuple):
     """T."""
     heads: int
     """H; 0 where no query is written."""
+    padded_heads: int
+    """Heads of the result: ``heads``, or what it is padded to."""
     rank: int
     """R, ``kv_lora_rank``."""
     rope_dim: int
@@ -32,9 +39,16 @@ class Operands(NamedTuple):
     rows: int
     """S; 0 where no cache is written."""
     page: int
-    """Rows of a page where the cache came as ``[pages, page, W]``, else 1."""
+    """Rows of a page where the cache came as ``[pages, page, width]``, else 1."""
+    row_stride: int
+    """Elements between two rows of the cache, of one page where it has pages; 0 where no cache is written."""
+    page_stride: int
+    """Elements between two pages of the cache; ``page * row_stride`` where all rows are evenly spaced."""
+    layout: CacheLayout
     dtype: "torch.dtype"
     """Of query and key inputs: bfloat16 or float16."""
+    result_dtype: "torch.dtype"
+    """Of the query result: float8_e4m3fn, or as ``dtype``."""
     device: "torch.device"
     q_nope: "Tensor | None"
     """``[T, H, R]``."""
@@ -45,15 +59,19 @@ class Operands(NamedTuple):
     k_rope: "Tensor | None"
     """``[T, D]``."""
     kv_cache: "Tensor | None"
-    """``[S, R + D]``, uint8 or float8_e4m3fn, a view of the caller's pool."""
+    """The caller's pool: ``[S, width]`` where rows are evenly spaced, else ``[pages, page, width]``."""
     loc: "Tensor | None"
     """``[T]``, int32 or int64, any stride."""
+    positions: "Tensor | None"
+    """``[T]``, int32 or int64, any stride; None without rotation."""
+    cos_sin_cache: "Tensor | None"
+    """``[P, D]`` float32, any strides, P at least 1; None without rotation."""
     q_scale_inv: "Tensor | None"
-    """One float32."""
+    """float32: one element, or ``[T]`` of any stride."""
     kv_scale_inv: "Tensor | None"
     """One float32."""
     out: "Tensor | None"
-    """``[T, H, R + D]`` float8_e4m3fn, if the caller gave one."""
+    """``[T, padded_heads, R + D]`` of the result's dtype, if the caller gave one."""
 
 
 def check_operands(
@@ -64,9 +82,16 @@ def check_operands(
     kv_cache: object,
     loc: object,
     *,
+    positions: object = None,
+    cos_sin_cache: object = None,
     q_scale_inv: object = None,
     kv_scale_inv: object = None,
     out: object = None,
+    layout: object = "fp8",
+    query_dtype: object = None,
+    tile_scale: object = None,
+    rope: object = "none",
+    pad_heads_to: object = None,
     write_kv: bool = True,
     write_q: bool = True,
 ) -> Operands:
@@ -74,80 +99,84 @@ def check_operands(
 
     Raises:
         TypeError: an argument is no dense torch tensor, or has the wrong dtype; the argument is named.
-        ValueError: shapes or devices that do not fit together, or memory that overlaps itself; the
-            argument is named.
+        ValueError: shapes or devices that do not fit together, memory that overlaps itself, or options at
+            odds with each other; the argument is named.
     """
     import torch
 
     if not (write_q or write_kv):
         raise ValueError("write_q: false beside write_kv false, which leaves nothing to do; set one of them")
+    kind = cache_layout(layout, query_dtype, tile_scale)
     inputs = (torch.bfloat16, torch.float16)
-    fp8 = torch.float8_e4m3fn
-    rank_dim = rope_dim = tokens = heads = rows = 0
-    page = 1
+    rank_dim = rope_dim = tokens = heads = padded = 0
+    pool: CacheRows | None = None
     lead: Tensor | None = None
-    query = query_rope = key = key_rope = cache = slots = q_scale = kv_scale = result = None
+    query = query_rope = key = key_rope = slots = q_scale = kv_scale = result = None
 
     if write_q:
-        lead = query = _tensor("q_nope", q_nope, inputs, "[T, H, R]")
+        lead = query = dense("q_nope", q_nope, inputs, "[T, H, R]")
         if query.dim() != 3:
-            raise _shape("q_nope", query, "[T, H, R]")
+            raise shape_error("q_nope", query, "[T, H, R]")
         tokens, heads, rank_dim = query.shape
         if q_rope is not None:
-            query_rope = _tensor("q_rope", q_rope, (query.dtype,), "[T, H, D]")
+            query_rope = dense("q_rope", q_rope, (query.dtype,), "[T, H, D]")
             if query_rope.dim() != 3 or query_rope.shape[:2] != query.shape[:2]:
-                raise _shape("q_rope", query_rope, f"[{tokens}, {heads}, D] as q_nope has")
-            _same_device("q_rope", query_rope, "q_nope", query)
+                raise shape_error("q_rope", query_rope, f"[{tokens}, {heads}, D] as q_nope has")
+            same_device("q_rope", query_rope, "q_nope", query)
             rope_dim = query_rope.shape[2]
+        padded = heads if pad_heads_to is None else _integer("pad_heads_to", pad_heads_to, heads, _MAX_I64)
         if out is not None:
-            result = _tensor("out", out, (fp8,), "[T, H, R + D]")
-            if tuple(result.shape) != (tokens, heads, rank_dim + rope_dim):
-                raise _shape("out", result, f"[{tokens}, {heads}, {rank_dim + rope_dim}]")
-            _same_device("out", result, "q_nope", query)
-            if _overlaps(result):
-                raise ValueError("out: elements that share memory; pass a result whose elements are distinct")
-        q_scale = _scale("q_scale_inv", q_scale_inv, query)
+            result = _result(out, kind.result_dtype(query.dtype), (tokens, padded, rank_dim + rope_dim), query)
+        q_scale = _scale("q_scale_inv", q_scale_inv, query, tokens)
     elif out is not None:
         raise ValueError("out: given beside write_q=False, which makes no query; leave it out")
 
     if write_kv:
-        key = _tensor("k_nope", k_nope, inputs if lead is None else (lead.dtype,), "[T, R] or [T, 1, R]")
+        key = dense("k_nope", k_nope, inputs if lead is None else (lead.dtype,), "[T, R] or [T, 1, R]")
         key = _key_rows("k_nope", key)
         if lead is None:
             tokens, rank_dim = key.shape
             lead = key
         else:
             if tuple(key.shape) != (tokens, rank_dim):
-                raise _shape("k_nope", key, f"[{tokens}, {rank_dim}] as q_nope has")
-            _same_device("k_nope", key, "q_nope", lead)
+                raise shape_error("k_nope", key, f"[{tokens}, {rank_dim}] as q_nope has")
+            same_device("k_nope", key, "q_nope", lead)
         first = "q_nope" if write_q else "k_nope"
         if k_rope is not None:
-            key_rope = _key_rows("k_rope", _tensor("k_rope", k_rope, (key.dtype,), "[T, D] or [T, 1, D]"))
+            key_rope = _key_rows("k_rope", dense("k_rope", k_rope, (key.dtype,), "[T, D] or [T, 1, D]"))
             if not write_q:
                 rope_dim = key_rope.shape[1]
             if tuple(key_rope.shape) != (tokens, rope_dim):
-                raise _shape("k_rope", key_rope, f"[{tokens}, {rope_dim}] as {'q_rope' if write_q else 'k_nope'} has")
-            _same_device("k_rope", key_rope, first, lead)
+                wanted = f"[{tokens}, {rope_dim}] as {'q_rope' if write_q else 'k_nope'} has"
+                raise shape_error("k_rope", key_rope, wanted)
+            same_device("k_rope", key_rope, first, lead)
         elif rope_dim:
             raise TypeError(f"k_rope: found None beside a q_rope of width {rope_dim}; pass [T, {rope_dim}]")
-        cache, page = _cache_rows(_tensor("kv_cache", kv_cache, (torch.uint8, fp8), "[S, R + D]"), rank_dim + rope_dim)
-        rows = cache.shape[0]
-        _same_device("kv_cache", cache, first, lead)
-        slots = _tensor("loc", loc, (torch.int64, torch.int32), "[T]")
-        if tuple(slots.shape) != (tokens,):
-            raise _shape("loc", slots, f"[{tokens}], one slot a token")
-        _same_device("loc", slots, first, lead)
+        if kind.name == "ds_mla" and rank_dim % TILE:
+            raise shape_error("k_nope", key, f"R of a multiple of {TILE}, the elements that share a ds_mla scale")
+        pool = cache_rows(kv_cache, kind, key.dtype, rank_dim, rope_dim)
+        same_device("kv_cache", pool.cache, first, lead)
+        slots = _token_indices("loc", loc, tokens, first, lead)
         kv_scale = _scale("kv_scale_inv", kv_scale_inv, lead)
+        if kv_scale is not None and kind.name in ("same", "ds_mla"):
+            raise ValueError(f"kv_scale_inv: given with layout {kind.name}, which has no scale of that kind; omit it")
 
     if lead is None:  # pragma: no cover - one of the two branches has run
         raise AssertionError
     if rank_dim == 0:
-        raise _shape("q_nope" if write_q else "k_nope", lead, "R of 1 or more")
+        raise shape_error("q_nope" if write_q else "k_nope", lead, "R of 1 or more")
     if rope_dim == 0:
         query_rope = key_rope = None
+    turn = angles = None
+    if rope != "none" or positions is not None or cos_sin_cache is not None:
+        first = "q_nope" if write_q else "k_nope"
+        turn, angles = _rotation(rope, positions, cos_sin_cache, tokens, rope_dim, first, lead)
     return Operands(
-        tokens, heads, rank_dim, rope_dim, rows, page, lead.dtype, lead.device,
-        query, query_rope, key, key_rope, cache, slots, q_scale, kv_scale, result,
+        tokens, heads, padded, rank_dim, rope_dim,
+        *((0, 1, 0, 0) if pool is None else (pool.rows, pool.page, pool.row_stride, pool.page_stride)),
+        kind, lead.dtype, kind.result_dtype(lead.dtype), lead.device,
+        query, query_rope, key, key_rope, None if pool is None else pool.cache, slots, turn, angles,
+        q_scale, kv_scale, result,
     )  # fmt: skip
 
 
@@ -174,107 +203,72 @@ def check_slot_rules(
 
 def _integer(name: str, value: object, low: int, high: int) -> int:
     if type(value) is not int:
-        raise TypeError(f"{name}: found a {_kind(value)}; pass an int")
+        raise TypeError(f"{name}: found a {kind_of(value)}; pass an int")
     if not low <= value <= high:
         raise ValueError(f"{name}: found {value}; pass an int from {low} to {high}")
     return value
 
 
-def _tensor(name: str, value: object, dtypes: "tuple[torch.dtype, ...]", shape: str) -> "Tensor":
-    import torch
-
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name}: found a {_kind(value)}; pass a torch.Tensor {shape} of {_names(dtypes)}")
-    tensor: Tensor = value
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        found = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        raise TypeError(f"{name}: found a {found} tensor; pass a dense one, {shape}")
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"{name}: found dtype {_names((tensor.dtype,))}; pass {_names(dtypes)}")
-    if tensor.is_meta:
-        raise ValueError(f"{name}: found a meta tensor, which has no memory; pass one on the GPU or the CPU")
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if tensor.is_neg():
-        tensor = tensor.resolve_neg()
-    return tensor
-
-
-def _same_device(name: str, tensor: "Tensor", first_name: str, first: "Tensor") -> None:
-    if tensor.device != first.device:
-        raise ValueError(
-            f"{name}: found on {tensor.device}; {first_name} is on {first.device}; pass both on one device"
-        )
+def _result(value: object, dtype: "torch.dtype", shape: tuple[int, int, int], query: "Tensor") -> "Tensor":
+    result = dense("out", value, (dtype,), "[T, H, R + D]")
+    if tuple(result.shape) != shape:
+        raise shape_error("out", result, str(list(shape)))
+    same_device("out", result, "q_nope", query)
+    if overlaps(result):
+        raise ValueError("out: elements that share memory; pass a result whose elements are distinct")
+    return result
 
 
 def _key_rows(name: str, tensor: "Tensor") -> "Tensor":
     if tensor.dim() == 3 and tensor.shape[1] == 1:
         return tensor.select(1, 0)
     if tensor.dim() != 2:
-        raise _shape(name, tensor, "[T, width] or [T, 1, width]")
+        raise shape_error(name, tensor, "[T, width] or [T, 1, width]")
     return tensor
 
 
-def _cache_rows(cache: "Tensor", width: int) -> "tuple[Tensor, int]":
-    """The pool as ``[S, W]``, and the rows of one page."""
-    page = 1
-    if cache.dim() == 3:
-        pages, page, _ = cache.shape
-        if page == 1:
-            cache = cache.select(1, 0)
-        elif pages == 1:
-            cache = cache.select(0, 0)
-        elif pages and page and cache.stride(0) != page * cache.stride(1):
-            raise ValueError(
-                f"kv_cache: found pages {cache.stride(0)} elements apart that hold {page} rows of stride "
-                f"{cache.stride(1)}; pass a pool whose rows are evenly spaced"
-            )
-        else:
-            cache = cache.flatten(0, 1)
-    elif cache.dim() != 2:
-        raise _shape("kv_cache", cache, "[S, W], [S, 1, W] or [pages, page, W]")
-    if cache.shape[1] != width:
-        wider = f" (pool[..., :{width}] where the rest of a row is padding)" if cache.shape[1] > width else ""
-        raise _shape("kv_cache", cache, f"rows of R + D = {width} elements{wider}")
-    if _overlaps(cache):
-        raise ValueError("kv_cache: rows that share memory; pass a pool whose rows are distinct")
-    return cache, page
+def _token_indices(name: str, value: object, tokens: int, first_name: str, first: "Tensor") -> "Tensor":
+    import torch
+
+    indices = dense(name, value, (torch.int64, torch.int32), "[T]")
+    if tuple(indices.shape) != (tokens,):
+        raise shape_error(name, indices, f"[{tokens}], one for each token")
+    same_device(name, indices, first_name, first)
+    return indices
 
 
-def _scale(name: str, value: object, first: "Tensor") -> "Tensor | None":
+def _rotation(
+    rope: object, positions: object, cos_sin_cache: object, tokens: int, rope_dim: int, first_name: str, first: "Tensor"
+) -> "tuple[Tensor, Tensor]":
+    import torch
+
+    if type(rope) is not str:
+        raise TypeError(f"rope: found a {kind_of(rope)}; pass a string, one of {', '.join(_ROPES)}")
+    if rope not in _ROPES:
+        raise ValueError(f"rope: found a style of none; pass one of {', '.join(_ROPES)}")
+    if rope == "none":
+        name = "positions" if positions is not None else "cos_sin_cache"
+        raise ValueError(f"{name}: given with rope none, which turns nothing; pass a rope style or leave it out")
+    if rope_dim == 0 or rope_dim % 2:
+        raise ValueError(f"rope: found {rope} with D = {rope_dim}; pass rotary columns in pairs, or rope none")
+    turn = _token_indices("positions", positions, tokens, first_name, first)
+    angles = dense("cos_sin_cache", cos_sin_cache, (torch.float32,), "[P, D]")
+    if angles.dim() != 2 or angles.shape[0] == 0 or angles.shape[1] != rope_dim:
+        raise shape_error("cos_sin_cache", angles, f"[P, {rope_dim}] of one row or more, each [cos | sin]")
+    same_device("cos_sin_cache", angles, first_name, first)
+    return turn, angles
+
+
+def _scale(name: str, value: object, first: "Tensor", tokens: int | None = None) -> "Tensor | None":
+    """A scale of one element or, where ``tokens`` is given, of one for each token."""
     import torch
 
     if value is None:
         return None
-    scale = _tensor(name, value, (torch.float32,), "of one element")
-    if scale.numel() != 1:
-        raise _shape(name, scale, "a scalar")
+    shape = "of one element" if tokens is None else "of one element, or [T]"
+    scale = dense(name, value, (torch.float32,), shape)
+    if scale.numel() != 1 and (tokens is None or tuple(scale.shape) != (tokens,)):
+        raise shape_error(name, scale, "a scalar" if tokens is None else f"a scalar, or [{tokens}]")
     if scale.device != first.device:
         raise ValueError(f"{name}: found on {scale.device}; pass it on {first.device}, where the kernel reads it")
     return scale
-
-
-def _overlaps(tensor: "Tensor") -> bool:
-    """Whether two elements may share memory, told from sizes and strides."""
-    extent = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 0:
-            return False
-        if size > 1:
-            if stride < extent:
-                return True
-            extent += stride * (size - 1)
-    return False
-
-
-def _shape(name: str, tensor: "Tensor", wanted: str) -> ValueError:
-    return ValueError(f"{name}: found shape {list(tensor.shape)}; pass {wanted}")
-
-
-def _kind(value: object) -> str:
-    kind = type(value)
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-
-
-def _names(dtypes: "tuple[torch.dtype, ...]") -> str:
-    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
