@@ -95,13 +95,13 @@ def check_operands(
         tokens, heads, rank_dim = query.shape
         if q_rope is not None:
             query_rope = _tensor("q_rope", q_rope, (query.dtype,), "[T, H, D]")
-            if query_rope.dim() != 3 or query_rope.shape[:2] != query.shape[:2]:
+            rope_dim = query_rope.shape[-1] if query_rope.dim() else 0
+            if query_rope.shape != (tokens, heads, rope_dim):
                 raise _shape("q_rope", query_rope, f"[{tokens}, {heads}, D] as q_nope has")
             _same_device("q_rope", query_rope, "q_nope", query)
-            rope_dim = query_rope.shape[2]
         if out is not None:
             result = _tensor("out", out, (fp8,), "[T, H, R + D]")
-            if tuple(result.shape) != (tokens, heads, rank_dim + rope_dim):
+            if result.shape != (tokens, heads, rank_dim + rope_dim):
                 raise _shape("out", result, f"[{tokens}, {heads}, {rank_dim + rope_dim}]")
             _same_device("out", result, "q_nope", query)
             if _overlaps(result):
@@ -117,7 +117,7 @@ def check_operands(
             tokens, rank_dim = key.shape
             lead = key
         else:
-            if tuple(key.shape) != (tokens, rank_dim):
+            if key.shape != (tokens, rank_dim):
                 raise _shape("k_nope", key, f"[{tokens}, {rank_dim}] as q_nope has")
             _same_device("k_nope", key, "q_nope", lead)
         first = "q_nope" if write_q else "k_nope"
@@ -125,7 +125,7 @@ def check_operands(
             key_rope = _key_rows("k_rope", _tensor("k_rope", k_rope, (key.dtype,), "[T, D] or [T, 1, D]"))
             if not write_q:
                 rope_dim = key_rope.shape[1]
-            if tuple(key_rope.shape) != (tokens, rope_dim):
+            if key_rope.shape != (tokens, rope_dim):
                 raise _shape("k_rope", key_rope, f"[{tokens}, {rope_dim}] as {'q_rope' if write_q else 'k_nope'} has")
             _same_device("k_rope", key_rope, first, lead)
         elif rope_dim:
@@ -134,7 +134,7 @@ def check_operands(
         rows = cache.shape[0]
         _same_device("kv_cache", cache, first, lead)
         slots = _tensor("loc", loc, (torch.int64, torch.int32), "[T]")
-        if tuple(slots.shape) != (tokens,):
+        if slots.shape != (tokens,):
             raise _shape("loc", slots, f"[{tokens}], one slot a token")
         _same_device("loc", slots, first, lead)
         kv_scale = _scale("kv_scale_inv", kv_scale_inv, lead)
@@ -256,6 +256,8 @@ def _scale(name: str, value: object, first: "Tensor") -> "Tensor | None":
 
 def _overlaps(tensor: "Tensor") -> bool:
     """Whether two elements may share memory, told from sizes and strides."""
+    if tensor.is_contiguous():
+        return False
     extent = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 0:
