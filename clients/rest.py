@@ -239,7 +239,7 @@ class RestTransport:
                 self._http = httpx.Client(
                     headers=headers,
                     transport=self._transport,
-                    verify=parts.scheme == "https",  # loading the trust store takes 20 ms
+                    verify=parts.scheme == "https",  # loading the trust store takes 30 ms
                     trust_env=parts.hostname not in ("127.0.0.1", "localhost", "::1"),  # no proxy to loopback
                 )
             return self._http
