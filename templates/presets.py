@@ -78,7 +78,7 @@ def preset(name: str) -> Preset:
     Raises:
         SpecError: no such preset; the nearest names are given.
     """
-    if isinstance(name, str) and name in PRESETS:
+    if name in PRESETS:
         return PRESETS[name]
-    near = difflib.get_close_matches(name, PRESETS, n=3) if isinstance(name, str) and len(name) <= 64 else []
+    near = difflib.get_close_matches(name[:64], PRESETS, n=3)
     raise SpecError(FieldProblem("preset", "a name that is not a preset", "one of " + ", ".join(near or PRESETS)))
