@@ -22,9 +22,13 @@ def describe_machine() -> dict[str, Any]:
         "l2_bytes": getattr(properties, "L2_cache_size", None),
         "memory_bytes": properties.total_memory,
         "driver": _driver(),
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
+        **describe_host(),
     }
+
+
+def describe_host() -> dict[str, Any]:
+    """Processor, and the cores of it that this process may use."""
+    return {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0))}
 
 
 def describe_versions(nvrtc: str | None) -> dict[str, Any]:

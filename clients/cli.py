@@ -75,7 +75,7 @@ def compile_(
     targets = select_archs(archs)
     store = open_store(cache_dir)
     if url is not None:
-        with KernelClient(url, token=token, store=store, on_miss="error", offline=False) as client:
+        with KernelClient(url, token=token, store=store, on_miss="error") as client:
             outcomes = bring(specs, targets, client.obtain, "compiling", quiet=as_json)
         report(outcomes, as_json=as_json)
         return

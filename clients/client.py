@@ -64,7 +64,7 @@ class KernelClient:
         url = url or os.environ.get("MLAPREP_URL") or None
         token = token or os.environ.get("MLAPREP_TOKEN") or None
         if offline is None:
-            offline = os.environ.get("MLAPREP_OFFLINE", "").strip().lower() in _TRUE
+            offline = offline_by_environment()
         if transport is None and url is not None:
             transport = RestTransport(url, token, timeout=timeout)
         self._configure(on_miss, offline, transport, store)
@@ -215,6 +215,11 @@ class KernelClient:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self._configure(**state)
+
+
+def offline_by_environment() -> bool:
+    """Whether ``MLAPREP_OFFLINE`` forbids every socket."""
+    return os.environ.get("MLAPREP_OFFLINE", "").strip().lower() in _TRUE
 
 
 def as_spec(spec: KernelSpec | str | None, fields: Mapping[str, Any]) -> KernelSpec:

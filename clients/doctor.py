@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from mlaprep.clients.client import offline_by_environment
 from mlaprep.clients.errors import DriverError, MlaprepError
 from mlaprep.clients.launch import cuda_driver
+from mlaprep.clients.replies import plain
 from mlaprep.clients.rest import RestTransport
 from mlaprep.kernels_cache.disk import DiskStore, default_cache_dir
 from mlaprep.kernels_cache.errors import CacheError
@@ -148,7 +150,11 @@ def check_cache(cache_dir: Path | None) -> Check:
 
 def check_service(url: str | None, token: str | None) -> Check:
     if not url:
-        return Check("service", "ok", "none configured; kernels are compiled here", "")
+        return Check("service", "ok", "none configured; kernels are compiled here")
+    if offline_by_environment():
+        return Check(
+            "service", "missing", f"{url}, not asked: MLAPREP_OFFLINE is set", "unset MLAPREP_OFFLINE to use it"
+        )
     try:
         transport = RestTransport(url, token, timeout=_SERVICE_TIMEOUT_S)
         try:
@@ -162,6 +168,6 @@ def check_service(url: str | None, token: str | None) -> Check:
     if not isinstance(reasons, list):
         return Check("service", "missing", f"{url} is no mlaprep service", "correct MLAPREP_URL")
     if reasons:
-        told = "".join(c if c.isprintable() else "?" for c in "; ".join(map(str, reasons))[:500])
+        told = plain("; ".join(map(str, reasons)))
         return Check("service", "warn", f"{url} builds nothing: {told}", "it serves what is built; see its /readyz")
     return Check("service", "ok", f"{url} is ready")

@@ -120,10 +120,10 @@ def check_operands(
         tokens, heads, rank_dim = query.shape
         if q_rope is not None:
             query_rope = dense("q_rope", q_rope, (query.dtype,), "[T, H, D]")
-            if query_rope.dim() != 3 or query_rope.shape[:2] != query.shape[:2]:
+            rope_dim = query_rope.shape[-1] if query_rope.dim() else 0
+            if query_rope.shape != (tokens, heads, rope_dim):
                 raise shape_error("q_rope", query_rope, f"[{tokens}, {heads}, D] as q_nope has")
             same_device("q_rope", query_rope, "q_nope", query)
-            rope_dim = query_rope.shape[2]
         padded = heads if pad_heads_to is None else _integer("pad_heads_to", pad_heads_to, heads, _MAX_I64)
         if out is not None:
             result = _result(out, kind.result_dtype(query.dtype), (tokens, padded, rank_dim + rope_dim), query)
@@ -138,7 +138,7 @@ def check_operands(
             tokens, rank_dim = key.shape
             lead = key
         else:
-            if tuple(key.shape) != (tokens, rank_dim):
+            if key.shape != (tokens, rank_dim):
                 raise shape_error("k_nope", key, f"[{tokens}, {rank_dim}] as q_nope has")
             same_device("k_nope", key, "q_nope", lead)
         first = "q_nope" if write_q else "k_nope"
@@ -146,7 +146,7 @@ def check_operands(
             key_rope = _key_rows("k_rope", dense("k_rope", k_rope, (key.dtype,), "[T, D] or [T, 1, D]"))
             if not write_q:
                 rope_dim = key_rope.shape[1]
-            if tuple(key_rope.shape) != (tokens, rope_dim):
+            if key_rope.shape != (tokens, rope_dim):
                 wanted = f"[{tokens}, {rope_dim}] as {'q_rope' if write_q else 'k_nope'} has"
                 raise shape_error("k_rope", key_rope, wanted)
             same_device("k_rope", key_rope, first, lead)

@@ -2,11 +2,10 @@
 
 import base64
 import binascii
-import json
 import re
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
@@ -14,6 +13,7 @@ from urllib.parse import urlsplit
 
 from mlaprep.clients.errors import ArtifactRejected, ServiceError, ServiceRefused, ServiceUnreachable
 from mlaprep.clients.forks import forget_when_forked
+from mlaprep.clients.replies import code_of, field_problems, parse_json, plain, problem_of, read_body, retry_after
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.errors import ArtifactError
 from mlaprep.templates.arch import Arch
@@ -34,7 +34,6 @@ COOL_DOWN_S: Final = 15.0
 """Seconds for which a service that did not answer is not asked again."""
 
 MAX_COOL_DOWN_S: Final = 60.0
-MAX_REPLY_BYTES: Final = 16 * 2**20
 _ATTEMPTS: Final = 3
 _GOOD: Final = (200, 201)
 _TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -135,7 +134,7 @@ class RestTransport:
     def document(self, path: str, statuses: Container[int] = _GOOD) -> Any:
         """The parsed JSON of one GET, for health; ``statuses`` are answers. Raises as :meth:`fetch_reply` does."""
         deadline = time.monotonic() + self.timeout
-        return self._within(deadline, lambda: _parsed(self._ask("GET", path, deadline, statuses)))
+        return self._within(deadline, lambda: parse_json(self._ask("GET", path, deadline, statuses)))
 
     def close(self) -> None:
         """Close connections; the transport opens new ones when it is used again."""
@@ -218,9 +217,9 @@ class RestTransport:
         timeout = httpx.Timeout(left, connect=min(left, CONNECT_TIMEOUT_S))
         try:
             with self._client().stream(method, self.url + path, timeout=timeout) as response:
-                body = _read(response, deadline)
+                body = read_body(response, deadline)
         except httpx.TransportError as error:
-            found = _plain(str(error) or type(error).__name__)
+            found = plain(str(error) or type(error).__name__)
             raise ServiceUnreachable(f"{self.url} cannot be reached: {found}") from error
         except RuntimeError as error:  # httpx, where another fetch met its deadline and closed the connections
             raise ServiceUnreachable(f"{self.url}: the connection was closed") from error
@@ -240,29 +239,29 @@ class RestTransport:
                 self._http = httpx.Client(
                     headers=headers,
                     transport=self._transport,
-                    verify=parts.scheme == "https",  # loading the trust store takes 20 ms
+                    verify=parts.scheme == "https",  # loading the trust store takes 30 ms
                     trust_env=parts.hostname not in ("127.0.0.1", "localhost", "::1"),  # no proxy to loopback
                 )
             return self._http
 
     def _refuse(self, response: "httpx.Response", body: bytes) -> NoReturn:
         status = response.status_code
-        problem = _problem(body)
-        told = ": ".join(_plain(problem[key]) for key in ("title", "detail") if isinstance(problem.get(key), str))
+        problem = problem_of(body)
+        told = ": ".join(plain(problem[key]) for key in ("title", "detail") if isinstance(problem.get(key), str))
         message = f"{self.url} answered {status}" + (f", {told}" if told else "")
         kind = problem.get("type")
         if status in _TRANSIENT and not (isinstance(kind, str) and kind.startswith(_PROBLEM_TYPE)):
-            raise ServiceUnreachable(message, retry_after=_retry_after(response))  # a proxy, not the service
+            raise ServiceUnreachable(message, retry_after=retry_after(response))  # a proxy, not the service
         raise ServiceRefused(
             message + _ADVICE.get(status, ""),
             status=status,
-            problem=_plain(kind).removeprefix(_PROBLEM_TYPE) if isinstance(kind, str) else "",
-            problems=tuple(_field_problems(problem)),
-            retry_after=_retry_after(response),
+            problem=plain(kind).removeprefix(_PROBLEM_TYPE) if isinstance(kind, str) else "",
+            problems=tuple(field_problems(problem)),
+            retry_after=retry_after(response),
         )
 
     def _verified(self, body: bytes, spec: KernelSpec, arch: Arch, path: str, deadline: float) -> Reply:
-        envelope = _parsed(body)
+        envelope = parse_json(body)
         manifest_document = envelope.get("manifest") if isinstance(envelope, dict) else None
         encoded = envelope.get("cubin_base64") if isinstance(envelope, dict) else None
         if not isinstance(manifest_document, dict) or not isinstance(encoded, str):
@@ -279,7 +278,7 @@ class RestTransport:
         except ArtifactError as error:
             raise ArtifactRejected(f"{self.url} sent a wrong kernel: {error}", reason=error.reason) from error
         except (binascii.Error, ValueError) as error:
-            raise ArtifactRejected(f"{self.url} sent a kernel that cannot be read: {_plain(str(error))}") from error
+            raise ArtifactRejected(f"{self.url} sent a kernel that cannot be read: {plain(str(error))}") from error
         if manifest.launch != expected.launch:
             raise ArtifactRejected(f"{self.url} sent other launch parameters; {_UPGRADE}", reason="launch")
         return Reply(artifact, envelope.get("cached") is True)
@@ -296,7 +295,7 @@ class RestTransport:
         text = envelope.get("source")
         if not isinstance(text, str):
             text = self._ask("GET", f"{path}/source", deadline).decode()
-        if _code(text) != _code(expected.text):
+        if code_of(text) != code_of(expected.text):
             raise ArtifactRejected(f"{self.url} generates this kernel from another source; {_UPGRADE}", reason="source")
         return text
 
@@ -329,72 +328,7 @@ def _checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def _read(response: "httpx.Response", deadline: float) -> bytes:
-    if response.headers.get("content-encoding", "identity") != "identity":
-        raise ArtifactRejected("the service sent a compressed reply that was not asked for")
-    chunks, size = [], 0
-    for chunk in response.iter_bytes():
-        size += len(chunk)
-        if size > MAX_REPLY_BYTES:
-            raise ArtifactRejected(f"the service sent more than {MAX_REPLY_BYTES} bytes for one kernel")
-        if time.monotonic() > deadline:
-            raise ServiceUnreachable("the service sent its reply too slowly")
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
-def _parsed(body: bytes) -> Any:
-    """Strict JSON: no duplicate names, no NaN."""
-
-    def refuse_constant(_: str) -> None:
-        raise ValueError("a number that is not finite")
-
-    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        members = dict(pairs)
-        if len(members) != len(pairs):
-            raise ValueError("a name that stands twice")
-        return members
-
-    try:
-        return json.loads(body, parse_constant=refuse_constant, object_pairs_hook=refuse_duplicates)
-    except (ValueError, RecursionError):
-        raise ArtifactRejected("the service sent a reply that is not JSON; is a proxy in between?") from None
-
-
-def _problem(body: bytes) -> Mapping[str, Any]:
-    try:
-        document = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
-def _field_problems(problem: Mapping[str, Any]) -> Iterator[FieldProblem]:
-    entries = problem.get("problems")
-    for entry in entries[:32] if isinstance(entries, list) else ():
-        words = [entry.get(key) for key in ("field", "found", "allowed")] if isinstance(entry, dict) else []
-        if words and all(isinstance(word, str) for word in words):
-            yield FieldProblem(*(_plain(str(word)) for word in words))
-
-
 def _is_transient(error: Exception) -> bool:
     if isinstance(error, ServiceRefused) and error.status not in _TRANSIENT:
         return False
     return isinstance(error, ServiceError) and error.retry_after <= _PATIENCE_S
-
-
-def _retry_after(response: "httpx.Response") -> float:
-    text = response.headers.get("retry-after", "")
-    return float(text) if re.fullmatch(r"[0-9]{1,6}", text) else 0.0
-
-
-def _plain(text: str) -> str:
-    """A peer's words, made fit for a log line or a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text[:500])
-
-
-def _code(text: str) -> str:
-    """A source without its head comment."""
-    lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if not line.startswith("//")), len(lines))
-    return "\n".join(lines[start:])

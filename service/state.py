@@ -38,6 +38,7 @@ class Service:
     catalog: Catalog
     warnings: tuple[str, ...]
     """What is wrong with the installation without keeping it from working."""
+    owns_compiler: bool
 
     @classmethod
     def assemble(
@@ -45,6 +46,7 @@ class Service:
     ) -> "Service":
         """Everything from settings; opens the cache directory and starts no process."""
         store = store or open_store(settings)
+        owns_compiler = compiler is None
         compiler = compiler or Compiler(
             settings.compile_processes,
             settings.compile_timeout_s,
@@ -58,7 +60,7 @@ class Service:
             lock_timeout_s=settings.compile_timeout_s + 10,
             queue_limit=settings.compile_queue,
         )
-        return cls(settings, store, compiler, builder, Catalog(builder), conflicts())
+        return cls(settings, store, compiler, builder, Catalog(builder), conflicts(), owns_compiler)
 
     async def find(self, spec: KernelSpec, arch: Arch) -> Built | None:
         """The kernel if it is built."""
@@ -109,7 +111,9 @@ class Service:
         return known if known is not None else await in_thread(self.compiler.toolchain)
 
     def close(self) -> None:
-        self.compiler.close()
+        """End what was assembled here; a compiler that was handed in is its giver's."""
+        if self.owns_compiler:
+            self.compiler.close()
         self.builder.close()
 
 

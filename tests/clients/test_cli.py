@@ -330,5 +330,14 @@ class TestServe:
         assert "Traceback" not in done.stderr
 
 
+def test_B043_offline_commands_open_no_socket(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLAPREP_OFFLINE", "1")
+    monkeypatch.setattr(socket, "socket", lambda *_, **__: pytest.fail("a socket was made"))
+    options = [*KIMI, "--arch", "sm_90a", "--url", "http://kernels.test"]
+    for command in ("fetch", "compile"):
+        assert "offline" in run(command, *options, exit_code=3).stderr
+    assert "MLAPREP_OFFLINE" in run("doctor", "--url", "http://kernels.test").stdout
+
+
 def test_fetch_wants_a_url(run: Run) -> None:
     assert "MLAPREP_URL" in run("fetch", *KIMI, exit_code=2).stderr

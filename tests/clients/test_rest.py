@@ -15,7 +15,7 @@ import httpx
 import pytest
 from fake_service import FakeService, artifact_of, problem, reply_of
 
-from mlaprep.clients import rest
+from mlaprep.clients import replies
 from mlaprep.clients.errors import ArtifactRejected, ServiceRefused, ServiceUnreachable
 from mlaprep.clients.rest import RestTransport
 from mlaprep.templates.arch import Arch
@@ -188,7 +188,7 @@ class TestHostileReplies:
     def test_an_oversized_reply_is_cut_off(
         self, service: FakeService, spec: KernelSpec, arch: Arch, monkeypatch: pytest.MonkeyPatch, declared: bool
     ) -> None:
-        monkeypatch.setattr(rest, "MAX_REPLY_BYTES", 10_000)
+        monkeypatch.setattr(replies, "MAX_REPLY_BYTES", 10_000)
         sent = 0
 
         def chunks() -> Iterator[bytes]:

@@ -390,7 +390,6 @@ def test_B042_two_cupy_packages_show_in_readiness(
 
 
 async def _lifespan_start(client: Client) -> None:
-    client.service.compiler.close = lambda: None  # type: ignore[method-assign]  # it is shared
     async with client.app.router.lifespan_context(client.app):
         pass
 
