@@ -7,9 +7,9 @@ options alone, never on values.
 
 import functools
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypedDict, Unpack
 
-from mlaprep.clients.errors import NotCovered
+from mlaprep.clients.coverage import coverage
 from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
 from mlaprep.clients.reference import prepare_chain
 from mlaprep.templates.errors import SpecError
@@ -21,7 +21,39 @@ if TYPE_CHECKING:
     from mlaprep.clients.client import KernelClient
     from mlaprep.clients.handle import KernelHandle
 
-_DTYPE: Final = {"bfloat16": "bf16", "float16": "fp16"}
+
+class PrepareOptions(TypedDict, total=False):
+    """Keyword options of :func:`prepare` and :func:`fused_prepare`; those of the chain, by the same names."""
+
+    positions: "Tensor | None"
+    """``[T]`` int32 or int64, with ``rope``; a position outside the table reads its nearest row."""
+    cos_sin_cache: "Tensor | None"
+    """``[P, D]`` float32, rows ``[cos | sin]``, with ``rope``."""
+    q_scale_inv: "Tensor | None"
+    """float32 multiplier of queries before rounding: one element, or ``[T]``."""
+    kv_scale_inv: "Tensor | None"
+    """float32 multiplier of latent rows before rounding: one element."""
+    layout: str
+    """What a cache row holds: ``fp8`` (default), ``fp8-q16``, ``same`` or ``ds_mla``."""
+    query_dtype: str | None
+    """``e4m3`` or ``input``, where the layout leaves a choice."""
+    tile_scale: str | None
+    """``raw`` or ``pow2``, for ``ds_mla``."""
+    rope: str
+    """``none`` (default), ``interleaved`` or ``neox``."""
+    pad_heads_to: int | None
+    """Heads of the result; those added are zero."""
+    reserved_slot: int | None
+    """A slot that is never written."""
+    dcp_world: int
+    dcp_rank: int
+    dcp_interleave: int
+    out: "Tensor | None"
+    """``[T, H, R + D]`` to write the query to."""
+    write_kv: bool
+    """False leaves the cache alone; its operands are not looked at."""
+    write_q: bool
+    """False builds no query."""
 
 
 def fused_prepare(
@@ -32,118 +64,122 @@ def fused_prepare(
     kv_cache: "Tensor | None",
     loc: "Tensor | None",
     *,
-    q_scale_inv: "Tensor | None" = None,
-    kv_scale_inv: "Tensor | None" = None,
-    reserved_slot: int | None = None,
-    dcp_world: int = 1,
-    dcp_rank: int = 0,
-    dcp_interleave: int = 1,
-    out: "Tensor | None" = None,
     client: "KernelClient | None" = None,
+    **options: Unpack[PrepareOptions],
 ) -> "Tensor | None":
     """Prepare T tokens in one launch, or answer None and touch nothing.
 
-    Tensors and options as for :meth:`KernelHandle.__call__` and :func:`prepare_chain`. The first call of a
-    shape loads its kernel through ``client`` (by default one made from the environment); load it ahead with
-    ``client.load`` where that must not happen in the serving path.
+    Tensors as for :meth:`KernelHandle.__call__`, options as :class:`PrepareOptions` lists them. The first
+    call of a shape loads its kernel through ``client`` (by default one made from the environment); load it
+    ahead with ``client.load`` where that must not happen in the serving path. With ``write_q=False`` the
+    answer is an empty tensor where the kernel ran.
 
     Returns:
-        ``[T, H, R + D]`` float8_e4m3fn, or None where no kernel covers the call.
+        ``[T, H, R + D]`` float8_e4m3fn or as ``q_nope``, or None where no kernel covers the call.
 
     Raises:
         TypeError, ValueError: arguments that nothing could take; the argument is named.
         KernelNotReady: the kernel is not loaded on the device and its stream is being captured.
     """
     operands = check_operands(
-        q_nope, q_rope, k_nope, k_rope, kv_cache, loc, q_scale_inv=q_scale_inv, kv_scale_inv=kv_scale_inv, out=out
-    )
-    check_slot_rules(reserved_slot, dcp_world, dcp_rank, dcp_interleave, operands.page)
-    if operands.device.type != "cuda":
-        return None
-    spec = _spec(operands, reserved_slot is not None, dcp_world, dcp_interleave)
-    handle = None if spec is None else (client or default_client()).serving_handle(spec, operands.device.index or 0)
-    if handle is None:
-        return None
-    try:
-        return handle(
-            q_nope,
-            q_rope,
-            k_nope,
-            k_rope,
-            kv_cache,
-            loc,
-            q_scale_inv=q_scale_inv,
-            kv_scale_inv=kv_scale_inv,
-            out=out,
-            dcp_rank=dcp_rank,
-            reserved_slot=reserved_slot,
-        )
-    except NotCovered:
-        return None
-
-
-def prepare(
-    q_nope: "Tensor",
-    q_rope: "Tensor | None",
-    k_nope: "Tensor",
-    k_rope: "Tensor | None",
-    kv_cache: "Tensor",
-    loc: "Tensor",
-    *,
-    q_scale_inv: "Tensor | None" = None,
-    kv_scale_inv: "Tensor | None" = None,
-    reserved_slot: int | None = None,
-    dcp_world: int = 1,
-    dcp_rank: int = 0,
-    dcp_interleave: int = 1,
-    out: "Tensor | None" = None,
-    client: "KernelClient | None" = None,
-) -> "Tensor":
-    """Prepare T tokens: one launch where a kernel covers the call, else the unfused chain.
-
-    The bytes are the same either way. Arguments as for :func:`fused_prepare`.
-
-    Returns:
-        ``[T, H, R + D]`` float8_e4m3fn.
-
-    Raises:
-        TypeError, ValueError: arguments that nothing could take; the argument is named.
-        KernelNotReady: the kernel is not loaded on the device and its stream is being captured.
-    """
-    query = fused_prepare(
         q_nope,
         q_rope,
         k_nope,
         k_rope,
         kv_cache,
         loc,
-        q_scale_inv=q_scale_inv,
-        kv_scale_inv=kv_scale_inv,
-        reserved_slot=reserved_slot,
-        dcp_world=dcp_world,
-        dcp_rank=dcp_rank,
-        dcp_interleave=dcp_interleave,
-        out=out,
-        client=client,
+        positions=options.get("positions"),
+        cos_sin_cache=options.get("cos_sin_cache"),
+        q_scale_inv=options.get("q_scale_inv"),
+        kv_scale_inv=options.get("kv_scale_inv"),
+        out=options.get("out"),
+        layout=options.get("layout", "fp8"),
+        query_dtype=options.get("query_dtype"),
+        tile_scale=options.get("tile_scale"),
+        rope=options.get("rope", "none"),
+        pad_heads_to=options.get("pad_heads_to"),
+        write_kv=options.get("write_kv", True),
+        write_q=options.get("write_q", True),
     )
+    rank, reserved_slot = options.get("dcp_rank", 0), options.get("reserved_slot")
+    world, interleave = options.get("dcp_world", 1), options.get("dcp_interleave", 1)
+    check_slot_rules(reserved_slot, world, rank, interleave, operands.page)
+    if operands.device.type != "cuda":
+        return None
+    spec = covering_spec(operands, options)
+    handle = None if spec is None else (client or default_client()).serving_handle(spec, operands.device.index or 0)
+    if handle is None:
+        return None
+    result = handle.launch(operands, rank, reserved_slot)
+    return _nothing(operands) if result is None else result
+
+
+def prepare(
+    q_nope: "Tensor | None",
+    q_rope: "Tensor | None",
+    k_nope: "Tensor | None",
+    k_rope: "Tensor | None",
+    kv_cache: "Tensor | None",
+    loc: "Tensor | None",
+    *,
+    client: "KernelClient | None" = None,
+    **options: Unpack[PrepareOptions],
+) -> "Tensor | None":
+    """Prepare T tokens: one launch where a kernel covers the call, else the unfused chain.
+
+    The bytes are the same either way. Arguments as for :func:`fused_prepare`.
+
+    Returns:
+        ``[T, H, R + D]`` float8_e4m3fn or as ``q_nope``; None with ``write_q=False``.
+
+    Raises:
+        TypeError, ValueError: arguments that nothing could take; the argument is named.
+        KernelNotReady: the kernel is not loaded on the device and its stream is being captured.
+    """
+    query = fused_prepare(q_nope, q_rope, k_nope, k_rope, kv_cache, loc, client=client, **options)
     if query is None:
-        query = prepare_chain(
-            q_nope,
-            q_rope,
-            k_nope,
-            k_rope,
-            kv_cache,
-            loc,
-            q_scale_inv=q_scale_inv,
-            kv_scale_inv=kv_scale_inv,
-            reserved_slot=reserved_slot,
-            dcp_world=dcp_world,
-            dcp_rank=dcp_rank,
-            dcp_interleave=dcp_interleave,
-            out=out,
-        )
-    assert query is not None
-    return query
+        return prepare_chain(q_nope, q_rope, k_nope, k_rope, kv_cache, loc, **options)
+    return query if options.get("write_q", True) else None
+
+
+def covering_spec(operands: Operands, options: PrepareOptions) -> KernelSpec | None:
+    """The spec of the kernel that takes these operands, every input stride dynamic; None if there is none.
+
+    The widest accesses that widths, strides and addresses allow are chosen.
+    """
+    reserved_slot = options.get("reserved_slot")
+    scale = operands.q_scale_inv
+    even = operands.page_stride == operands.page * operands.row_stride
+    out = operands.out
+    fields = (
+        # With no query the number of heads says nothing, and one kernel serves them all.
+        ("num_heads", operands.heads if operands.q_nope is not None else 1),
+        ("kv_lora_rank", operands.rank),
+        ("rope_dim", operands.rope_dim),
+        ("dtype", _DTYPE[str(operands.dtype).removeprefix("torch.")]),
+        ("layout", operands.layout.name),
+        ("query_dtype", operands.layout.query_dtype),
+        ("tile_scale", operands.layout.tile_scale),
+        ("rope", options.get("rope", "none")),
+        ("loc_dtype", _index_dtype(operands.loc)),
+        ("position_dtype", _index_dtype(operands.positions)),
+        ("q_scale", "none" if scale is None else "scalar" if scale.numel() == 1 else "token"),
+        ("kv_scale", "none" if operands.kv_scale_inv is None else "scalar"),
+        ("dcp_world", options.get("dcp_world", 1)),
+        ("dcp_interleave", options.get("dcp_interleave", 1) if options.get("dcp_world", 1) > 1 else 1),
+        ("reserved_slot", reserved_slot is not None),
+        ("pad_heads_to", operands.padded_heads if operands.q_nope is not None else None),
+        ("page_size", 1 if even else operands.page),
+        ("write_kv", operands.kv_cache is not None),
+        ("write_q", operands.q_nope is not None),
+        ("out_token_stride", None if out is None or out.is_contiguous() else "dynamic"),
+        ("out_head_stride", None if out is None or out.is_contiguous() else "dynamic"),
+    )
+    for elements in _ELEMENTS_PER_THREAD:
+        spec = _spec((*fields, ("elements_per_thread", elements)))
+        if spec is not None and coverage(spec, "cuda", operands, reserved_slot):
+            return spec
+    return None
 
 
 def default_client() -> "KernelClient":
@@ -163,65 +199,23 @@ def load_variant(variant_id: str, arch: str) -> "KernelHandle":
     return default_client().load(parse_variant_id(variant_id), arch=arch)
 
 
-def _spec(operands: Operands, reserved: bool, dcp_world: int, dcp_interleave: int) -> KernelSpec | None:
-    """The spec of a call with every stride dynamic, or None where its dimensions are none of a kernel's."""
-    assert operands.loc is not None
+@functools.lru_cache(maxsize=4096)
+def _spec(fields: tuple[tuple[str, object], ...]) -> KernelSpec | None:
     try:
-        return _cached_spec(
-            operands.heads,
-            operands.rank,
-            operands.rope_dim,
-            _DTYPE[str(operands.dtype).removeprefix("torch.")],
-            f"i{operands.loc.element_size() * 8}",
-            operands.q_scale_inv is not None,
-            operands.kv_scale_inv is not None,
-            reserved,
-            dcp_world,
-            dcp_interleave,
-            operands.out is not None and not operands.out.is_contiguous(),
-            all(_stored_16(tensor) for tensor in (operands.kv_cache, operands.out)),
-        )
+        return KernelSpec.from_dict(dict(fields))
     except SpecError:
         return None
 
 
-@functools.lru_cache(maxsize=1024)
-def _cached_spec(
-    heads: int,
-    rank: int,
-    rope_dim: int,
-    dtype: str,
-    loc_dtype: str,
-    q_scale: bool,
-    kv_scale: bool,
-    reserved: bool,
-    dcp_world: int,
-    dcp_interleave: int,
-    strided_out: bool,
-    aligned: bool,
-) -> KernelSpec:
-    return KernelSpec.from_dict(
-        {
-            "num_heads": heads,
-            "kv_lora_rank": rank,
-            "rope_dim": rope_dim,
-            "dtype": dtype,
-            "loc_dtype": loc_dtype,
-            "q_scale": "scalar" if q_scale else "none",
-            "kv_scale": "scalar" if kv_scale else "none",
-            "reserved_slot": reserved,
-            "dcp_world": dcp_world,
-            "dcp_interleave": dcp_interleave if dcp_world > 1 else 1,
-            "elements_per_thread": None if aligned else 8,
-            "out_token_stride": "dynamic" if strided_out else None,
-            "out_head_stride": "dynamic" if strided_out else None,
-        }
-    )
+def _index_dtype(indices: "Tensor | None") -> str:
+    return "i64" if indices is None else f"i{indices.element_size() * 8}"
 
 
-def _stored_16(tensor: "Tensor | None") -> bool:
-    """Whether every row of a result starts at a multiple of 16 bytes."""
-    return tensor is None or (
-        tensor.data_ptr() % 16 == 0
-        and all(stride % 16 == 0 for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False) if size > 1)
-    )
+def _nothing(operands: Operands) -> "Tensor":
+    import torch
+
+    return torch.empty(0, dtype=operands.result_dtype, device=operands.device)
+
+
+_DTYPE: Final = {"bfloat16": "bf16", "float16": "fp16"}
+_ELEMENTS_PER_THREAD: Final = (16, 8, 4, 2)

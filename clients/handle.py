@@ -9,31 +9,19 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from mlaprep.clients.coverage import Coverage, coverage, page_stride
 from mlaprep.clients.errors import ArtifactRejected, DriverError, ForkedProcessError, KernelNotReady, NotCovered
 from mlaprep.clients.launch import KernelDriver, Launcher, cuda_driver
 from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
-from mlaprep.clients.plan import MAX_TOKENS, RowShape, plan_launch
+from mlaprep.clients.plan import RowShape, plan_launch
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.errors import ArtifactError
 from mlaprep.templates.arch import Arch
-from mlaprep.templates.spec import DYNAMIC, KernelSpec
+from mlaprep.templates.spec import KernelSpec
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-_INPUT_ALIGNMENT: Final = 16
-"""Bytes: inputs are read 16 at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Coverage:
-    """Whether a handle takes a call; true if it does, and ``reason`` says why where it does not."""
-
-    reason: str | None = None
-
-    def __bool__(self) -> bool:
-        return self.reason is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +90,8 @@ class KernelHandle:
         kv_cache: "Tensor | None",
         loc: "Tensor | None",
         *,
+        positions: "Tensor | None" = None,
+        cos_sin_cache: "Tensor | None" = None,
         q_scale_inv: "Tensor | None" = None,
         kv_scale_inv: "Tensor | None" = None,
         out: "Tensor | None" = None,
@@ -115,10 +105,11 @@ class KernelHandle:
         Raises:
             TypeError, ValueError: arguments that no kernel and no chain could take; the argument is named.
         """
+        tensors = (q_nope, q_rope, k_nope, k_rope, kv_cache, loc)
         operands = self._check(
-            q_nope, q_rope, k_nope, k_rope, kv_cache, loc, q_scale_inv, kv_scale_inv, out, dcp_rank, reserved_slot
+            tensors, positions, cos_sin_cache, q_scale_inv, kv_scale_inv, out, dcp_rank, reserved_slot
         )
-        return Coverage(self._uncovered(operands, reserved_slot))
+        return self._coverage(operands, reserved_slot)
 
     def __call__(
         self,
@@ -129,6 +120,8 @@ class KernelHandle:
         kv_cache: "Tensor | None",
         loc: "Tensor | None",
         *,
+        positions: "Tensor | None" = None,
+        cos_sin_cache: "Tensor | None" = None,
         q_scale_inv: "Tensor | None" = None,
         kv_scale_inv: "Tensor | None" = None,
         out: "Tensor | None" = None,
@@ -142,17 +135,22 @@ class KernelHandle:
             q_rope: ``[T, H, D]``, same dtype; None if D = 0.
             k_nope: ``[T, R]`` or ``[T, 1, R]``, same dtype.
             k_rope: ``[T, D]`` or ``[T, 1, D]``, same dtype; None if D = 0.
-            kv_cache: ``[S, W]``, ``[S, 1, W]`` or ``[pages, page, W]``, float8_e4m3fn or uint8, written in place.
+            kv_cache: ``[S, W]``, ``[S, 1, W]`` or ``[pages, page, W]`` as the spec's layout has it
+                (``fp8``: float8_e4m3fn or uint8; ``same``: as q_nope; ``ds_mla``: bytes), written in place.
             loc: ``[T]`` int32 or int64, distinct slots; negative, reserved, foreign and out-of-range slots
                 write nothing.
-            q_scale_inv, kv_scale_inv: one float32 on the device, a multiplier before rounding, for specs
-                made with that scale.
-            out: ``[T, H, W]`` float8_e4m3fn to write the query to; a new tensor by default.
+            positions: ``[T]`` int32 or int64, for specs with rope; one outside the table reads its nearest row.
+            cos_sin_cache: ``[P, D]`` float32, contiguous rows ``[cos | sin]``, for specs with rope.
+            q_scale_inv: float32 multiplier of queries before rounding, one element or ``[T]``, for specs made
+                with that scale.
+            kv_scale_inv: one float32 on the device, the same for latent rows.
+            out: ``[T, H, W]`` of the query's dtype to write it to; a new tensor by default.
             dcp_rank: this rank, for specs with ``dcp_world`` above 1.
             reserved_slot: the slot never written, for specs with ``reserved_slot``.
 
         Returns:
-            The query, ``[T, H, W]`` float8_e4m3fn; None for a spec with ``write_q`` false. T = 0 launches nothing.
+            The query, ``[T, H, W]`` float8_e4m3fn or as q_nope, H padded as the spec says; None for a spec with
+            ``write_q`` false. T = 0 launches nothing.
 
         Raises:
             NotCovered: the kernel does not take this layout; use the chain.
@@ -161,18 +159,23 @@ class KernelHandle:
             ForkedProcessError: this process is a fork of the one that made the handle.
             DriverError: the driver refused the launch.
         """
+        tensors = (q_nope, q_rope, k_nope, k_rope, kv_cache, loc)
+        operands = self._check(
+            tensors, positions, cos_sin_cache, q_scale_inv, kv_scale_inv, out, dcp_rank, reserved_slot
+        )
+        covered = self._coverage(operands, reserved_slot)
+        if not covered:
+            raise NotCovered(f"{self.spec.variant_id} does not cover this call: {covered.reason}")
+        return self.launch(operands, dcp_rank, reserved_slot)
+
+    def launch(self, operands: Operands, dcp_rank: int = 0, reserved_slot: int | None = None) -> "Tensor | None":
+        """The call itself, for operands that were checked and are covered. Returns and raises as the call does."""
         import torch
 
-        operands = self._check(
-            q_nope, q_rope, k_nope, k_rope, kv_cache, loc, q_scale_inv, kv_scale_inv, out, dcp_rank, reserved_slot
-        )
-        reason = self._uncovered(operands, reserved_slot)
-        if reason is not None:
-            raise NotCovered(f"{self.spec.variant_id} does not cover this call: {reason}")
         query = operands.out
         if query is None and self.spec.write_q:
-            shape = (operands.tokens, operands.heads, self.spec.row_width)
-            query = torch.empty(shape, dtype=torch.float8_e4m3fn, device=operands.device)
+            shape = (operands.tokens, operands.padded_heads, self.spec.row_width)
+            query = torch.empty(shape, dtype=operands.result_dtype, device=operands.device)
         if operands.tokens:
             device = operands.device.index or 0
             kernel = self._devices.get(device) if os.getpid() == self._pid else None
@@ -185,12 +188,9 @@ class KernelHandle:
 
     def _check(
         self,
-        q_nope: object,
-        q_rope: object,
-        k_nope: object,
-        k_rope: object,
-        kv_cache: object,
-        loc: object,
+        tensors: tuple[object, object, object, object, object, object],
+        positions: object,
+        cos_sin_cache: object,
         q_scale_inv: object,
         kv_scale_inv: object,
         out: object,
@@ -199,94 +199,26 @@ class KernelHandle:
     ) -> Operands:
         spec = self.spec
         operands = check_operands(
-            q_nope,
-            q_rope,
-            k_nope,
-            k_rope,
-            kv_cache,
-            loc,
+            *tensors,
+            positions=positions,
+            cos_sin_cache=cos_sin_cache,
             q_scale_inv=q_scale_inv,
             kv_scale_inv=kv_scale_inv,
             out=out,
+            layout=spec.layout,
+            query_dtype=spec.query_dtype,
+            tile_scale=None if spec.tile_scale == "none" else spec.tile_scale,
+            rope=spec.rope,
+            pad_heads_to=spec.pad_heads_to if spec.write_q else None,
             write_kv=spec.write_kv,
             write_q=spec.write_q,
         )
         check_slot_rules(reserved_slot, spec.dcp_world, dcp_rank, spec.dcp_interleave, operands.page)
         return operands
 
-    def _uncovered(self, operands: Operands, reserved_slot: int | None) -> str | None:
-        """The first reason why this kernel does not take these operands, or None."""
-        spec = self.spec
+    def _coverage(self, operands: Operands, reserved_slot: int | None) -> Coverage:
         device_type = "cuda" if self._driver is None else self._driver.device_type
-        if operands.device.type != device_type:
-            return f"tensors on {operands.device.type}, the kernel runs on {device_type}"
-        dtype = str(operands.dtype).removeprefix("torch.")
-        if dtype != _TORCH_DTYPE[spec.dtype]:
-            return f"inputs of {dtype}, the kernel takes {_TORCH_DTYPE[spec.dtype]}"
-        if spec.write_q and operands.heads != spec.num_heads:
-            return f"{operands.heads} heads, the kernel has {spec.num_heads}"
-        for name, found, wanted in (
-            ("kv_lora_rank", operands.rank, spec.kv_lora_rank),
-            ("rope_dim", operands.rope_dim, spec.rope_dim),
-        ):
-            if found != wanted:
-                return f"{name} {found}, the kernel has {wanted}"
-        if operands.tokens > MAX_TOKENS:
-            return f"{operands.tokens} tokens, one launch takes at most {MAX_TOKENS}"
-        for name, given, made in (
-            ("q_scale_inv", operands.q_scale_inv is not None, spec.q_scale != "none"),
-            ("kv_scale_inv", operands.kv_scale_inv is not None, spec.kv_scale != "none"),
-            ("reserved_slot", reserved_slot is not None, spec.reserved_slot),
-        ):
-            if given != made:
-                return f"{name} {'given' if given else 'absent'}, unlike in the spec the kernel was made for"
-        return self._uncovered_slots(operands) or self._uncovered_memory(operands)
-
-    def _uncovered_slots(self, operands: Operands) -> str | None:
-        loc = operands.loc
-        if loc is None:
-            return None
-        width = loc.element_size() * 8
-        if f"i{width}" != self.spec.loc_dtype:
-            return f"loc of int{width}, the kernel takes int{self.spec.loc_dtype[1:]}"
-        if operands.tokens > 1 and loc.stride(0) != 1:
-            return f"loc with stride {loc.stride(0)}, the kernel takes a contiguous one"
-        if loc.data_ptr() % loc.element_size():
-            return f"loc at an address that is no multiple of {loc.element_size()} bytes"
-        return None
-
-    def _uncovered_memory(self, operands: Operands) -> str | None:
-        spec = self.spec
-        stored = spec.elements_per_thread  # one byte an element, stored at once
-        for name, tensor, dims, alignment in (
-            ("q_nope", operands.q_nope, _QUERY_DIMS, _INPUT_ALIGNMENT),
-            ("q_rope", operands.q_rope, _QUERY_DIMS, _INPUT_ALIGNMENT),
-            ("k_nope", operands.k_nope, _TOKEN_DIMS, _INPUT_ALIGNMENT),
-            ("k_rope", operands.k_rope, _TOKEN_DIMS, _INPUT_ALIGNMENT),
-            ("kv_cache", operands.kv_cache, _CACHE_DIMS, stored),
-            ("out", operands.out, _QUERY_DIMS, stored),
-        ):
-            if tensor is None or tensor.numel() == 0:
-                continue
-            if tensor.data_ptr() % alignment:
-                return f"{name} at an address that is no multiple of {alignment} bytes"
-            *strides, last = tensor.stride()
-            if last != 1:
-                return f"{name} with a last stride of {last}, the kernel takes 1"
-            for size, stride, dim in zip(tensor.shape, strides, dims, strict=False):
-                if size == 1:
-                    continue
-                if stride * tensor.element_size() % alignment:
-                    return f"{name} with a {dim} stride of {stride} elements, no multiple of {alignment} bytes"
-                made = getattr(spec, _STRIDE_FIELD[name, dim])
-                if made not in (DYNAMIC, stride):
-                    return f"{name} with a {dim} stride of {stride} elements, the kernel was made for {made}"
-        if operands.out is None and spec.write_q and operands.tokens:
-            packed = (spec.num_heads * spec.row_width, spec.row_width)
-            for dim, stride, size in zip(_QUERY_DIMS, packed, (operands.tokens, spec.num_heads), strict=True):
-                if size > 1 and getattr(spec, f"out_{dim}_stride") not in (DYNAMIC, stride):
-                    return f"no out, the kernel writes a result with a {dim} stride of its own; pass out"
-        return None
+        return coverage(self.spec, device_type, operands, reserved_slot)
 
     def _arguments(
         self, operands: Operands, query: "Tensor | None", dcp_rank: int, reserved_slot: int | None
@@ -299,6 +231,8 @@ class KernelHandle:
             "k_nope": operands.k_nope,
             "k_rope": operands.k_rope,
             "loc": operands.loc,
+            "positions": operands.positions,
+            "cos_sin_cache": operands.cos_sin_cache,
             "q_scale_inv": operands.q_scale_inv,
             "kv_scale_inv": operands.kv_scale_inv,
         }
@@ -306,13 +240,17 @@ class KernelHandle:
         values |= {
             "tokens": operands.tokens,
             "cache_rows": operands.rows,
+            "cos_sin_rows": 0 if operands.cos_sin_cache is None else len(operands.cos_sin_cache),
             "dcp_rank": dcp_rank,
             "reserved_slot": 0 if reserved_slot is None else reserved_slot,
+            "cache_row_stride": operands.row_stride,
+            "cache_page_stride": page_stride(self.spec, operands),
         }
-        for (name, dim), field in _STRIDE_FIELD.items():
-            tensor = query if name == "out" else tensors[name]
+        for name, tensor in (("out", query), *((name, tensors[name]) for name in _STRIDED)):
             if tensor is not None:
-                values[field] = tensor.stride(_DIM_INDEX[dim])
+                values[f"{name}_token_stride"] = tensor.stride(0)
+                if tensor.dim() == 3:
+                    values[f"{name}_head_stride"] = tensor.stride(1)
         return values
 
     def _open_driver(self) -> KernelDriver:
@@ -349,19 +287,4 @@ class KernelHandle:
             return self._devices[device]
 
 
-_TORCH_DTYPE: Final = {"bf16": "bfloat16", "fp16": "float16"}
-_QUERY_DIMS: Final = ("token", "head")
-_TOKEN_DIMS: Final = ("token",)
-_CACHE_DIMS: Final = ("row",)
-_DIM_INDEX: Final = {"token": 0, "head": 1, "row": 0}
-_STRIDE_FIELD: Final = {
-    ("q_nope", "token"): "q_nope_token_stride",
-    ("q_nope", "head"): "q_nope_head_stride",
-    ("q_rope", "token"): "q_rope_token_stride",
-    ("q_rope", "head"): "q_rope_head_stride",
-    ("k_nope", "token"): "k_nope_token_stride",
-    ("k_rope", "token"): "k_rope_token_stride",
-    ("kv_cache", "row"): "cache_row_stride",
-    ("out", "token"): "out_token_stride",
-    ("out", "head"): "out_head_stride",
-}
+_STRIDED: Final = ("q_nope", "q_rope", "k_nope", "k_rope")
