@@ -19,6 +19,17 @@ _SECTIONS_WITHOUT_BYTES: Final = (0, 8)  # SHT_NULL, SHT_NOBITS
 
 
 @dataclass(frozen=True, slots=True)
+class Section:
+    """One section of a cubin. ``data`` is empty where the file holds no bytes for it, as for shared memory."""
+
+    name: str
+    kind: int
+    """``sh_type``."""
+    size: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class _Elf:
     abi: int
     flags: int
@@ -26,6 +37,8 @@ class _Elf:
     program_table_end: int
     section_table: int
     section_table_end: int
+    names: int
+    """Index of the section that holds the sections' names."""
 
 
 def check_cubin(cubin: bytes, arch: str) -> None:
@@ -65,6 +78,38 @@ def complete_cubin(cubin: bytes) -> bytes:
     return cubin
 
 
+def read_sections(cubin: bytes) -> tuple[Section, ...]:
+    """Every section of a whole cubin, in file order.
+
+    Raises:
+        ArtifactError: bytes that are no whole cubin, or whose section names cannot be read.
+    """
+    elf = _read_header(cubin)
+    _check_extent(cubin, elf)
+    headers = list(_SECTION.iter_unpack(cubin[elf.section_table : elf.section_table_end]))
+    _, kind, _, _, offset, size, *_ = headers[elf.names]
+    names = b"" if kind in _SECTIONS_WITHOUT_BYTES else cubin[offset : offset + size]
+    sections = []
+    for name, kind, _, _, offset, size, *_ in headers:
+        end = names.find(b"\0", name)
+        if end < 0:
+            raise ArtifactError("malformed-elf", "a cubin with a section whose name cannot be read")
+        data = b"" if kind in _SECTIONS_WITHOUT_BYTES else cubin[offset : offset + size]
+        sections.append(Section(names[name:end].decode("ascii", "replace"), kind, size, data))
+    return tuple(sections)
+
+
+def cubin_target(cubin: bytes) -> tuple[int, tuple[str, ...]]:
+    """What the header of a cubin says it is for: compute capability times ten, and the suffixes it may have.
+
+    ``(90, ("a",))`` is sm_90a; several suffixes mean that the file does not tell.
+
+    Raises:
+        ArtifactError: bytes that are no cubin, or of an ELF ABI that this release does not read.
+    """
+    return _target(_read_header(cubin))
+
+
 def _read_header(cubin: bytes) -> _Elf:
     if len(cubin) < _HEADER.size or cubin[:4] != b"\x7fELF":
         raise ArtifactError("not-elf", f"{len(cubin)} bytes that are no ELF file")
@@ -87,6 +132,7 @@ def _read_header(cubin: bytes) -> _Elf:
         program_table_end=program_table + programs * _PROGRAM.size,
         section_table=section_table,
         section_table_end=section_table + sections * _SECTION.size,
+        names=names,
     )
 
 

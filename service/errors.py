@@ -3,13 +3,16 @@
 ::
 
     MlaprepError
-    └── BuildError                 a kernel that could not be built
-        ├── CompilerUnavailable    NVRTC is not there or does not load; names the library
-        ├── CompileFailed          the compiler refused the source; the same again would fail the same
-        ├── CompileTimeout         the compile passed its deadline and was killed
-        ├── CompileCrashed         the compiler died or ran out of memory, twice
-        ├── QueueFull              as many kernels wait for a compiler as may
-        └── BuilderClosed          the builder was closed while the kernel waited
+    ├── BuildError                  a kernel that could not be built
+    │   ├── CompilerUnavailable     NVRTC is not there or does not load; names the library
+    │   ├── CompileFailed           the compiler refused the source; the same again would fail the same
+    │   ├── CompileTimeout          the compile passed its deadline and was killed
+    │   ├── CompileCrashed          the compiler died or ran out of memory, twice
+    │   ├── QueueFull               as many kernels wait for a compiler as may
+    │   └── BuilderClosed           the builder was closed while the kernel waited
+    └── InspectError                a kernel whose machine code could not be shown
+        ├── DisassemblerUnavailable nvdisasm is not there or does not start
+        └── DisassemblyFailed       nvdisasm refused the code, took too long, or gave what cannot be read
 
 Only :class:`CompileFailed` says something about the source, so only it may be remembered against a key.
 """
@@ -83,3 +86,22 @@ class BuilderClosed(BuildError):
 
     def __init__(self) -> None:
         super().__init__("the compiler was closed before this kernel was built; ask a running service")
+
+
+class InspectError(MlaprepError):
+    """Base of everything that keeps a kernel's machine code from being shown."""
+
+
+class DisassemblerUnavailable(InspectError):
+    """nvdisasm cannot be used on this machine as it is."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(
+            f"cannot disassemble: {reason}; install mlaprep[inspect], "
+            "or put the nvdisasm of a CUDA toolkit 13 or later on PATH"
+        )
+
+
+class DisassemblyFailed(InspectError):
+    """nvdisasm ran and gave nothing that can be read."""
