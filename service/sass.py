@@ -27,6 +27,8 @@ CLASSES: Final[Mapping[str, re.Pattern[str]]] = {
     }.items()
 }
 
+_MULTIPLY_ADD: Final = re.compile(r"U?[FDH]FMA")
+_ZERO: Final = re.compile(r"[-|]*U?RZ\b")
 _REGISTER: Final = re.compile(r"\b(U?R|U?P|B|SB)\d+\b(\.reuse\b)?")
 _ARGUMENT: Final = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+)\]")
 
@@ -48,7 +50,12 @@ class Instruction:
 
     @property
     def kind(self) -> str:
-        """The one of :data:`CLASSES` that it belongs to."""
+        """The one of :data:`CLASSES` that it belongs to.
+
+        A multiply-add of zeros is a move: that is how ptxas makes constants where the other pipes are busy.
+        """
+        if _MULTIPLY_ADD.match(self.opcode) and any(_ZERO.match(factor) for factor in self.operands[1:3]):
+            return "moves"
         return next((name for name, pattern in CLASSES.items() if pattern.match(self.opcode)), "other")
 
 
