@@ -209,7 +209,8 @@ class KernelHandle:
             query_dtype=spec.query_dtype,
             tile_scale=None if spec.tile_scale == "none" else spec.tile_scale,
             rope=spec.rope,
-            pad_heads_to=spec.pad_heads_to if spec.write_q else None,
+            # Another number of heads is not this kernel's; only one beyond its padding is nobody's.
+            pad_heads_to=spec.pad_heads_to if spec.pad_heads_to > spec.num_heads else None,
             write_kv=spec.write_kv,
             write_q=spec.write_q,
         )

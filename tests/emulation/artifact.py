@@ -5,7 +5,7 @@ import struct
 
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.key import cache_key
-from mlaprep.templates.render import render
+from mlaprep.templates.render import KernelSource, render
 from mlaprep.templates.spec import KernelSpec
 
 ARCH = "sm_90a"
@@ -15,9 +15,12 @@ _PROGRAM = struct.Struct("<IIQQQQQQ")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 
 
-def emulated_artifact(spec: KernelSpec) -> KernelArtifact:
-    """What the service would hand out for a spec, runnable by :class:`EmulatedDriver`; it verifies in full."""
-    source = render(spec)
+def emulated_artifact(spec: KernelSpec, source: KernelSource | None = None) -> KernelArtifact:
+    """What the service would hand out for a spec, runnable by :class:`EmulatedDriver`; it verifies in full.
+
+    ``source`` stands for the rendered one.
+    """
+    source = source or render(spec)
     cubin = _carry(f"{spec.dtype}\n{source.text}".encode())
     key = cache_key(source=source.text, options=(), arch=ARCH, nvrtc_version="0.emulated")
     manifest = Manifest(

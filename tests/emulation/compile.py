@@ -28,7 +28,7 @@ def compile_source(source: str, dtype: str) -> ctypes.CDLL:
     unit.write_text(
         f'#include "{HERE}/prologue.h"\n#line 1 "{name[:12]}.cu"\n{source}\n#include "{HERE}/epilogue.h"\n', "utf-8"
     )
-    # No contraction: the GPU's scale multiply is a multiply of its own, too.
+    # No contraction: every product and sum of the kernel is rounded by itself.
     command = [
         "g++",
         "-std=c++17",
@@ -37,10 +37,12 @@ def compile_source(source: str, dtype: str) -> ctypes.CDLL:
         "-Wextra",
         "-Werror",
         "-Wno-unused",
+        "-Wno-unknown-pragmas",
         "-ffp-contract=off",
         "-shared",
         "-fPIC",
     ]
+    command += ["-DEMULATED_TILES"] * ("kTileThreads" in source)
     command += [f"-DEMULATED_{dtype.upper()}", str(unit), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:

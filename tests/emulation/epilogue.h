@@ -24,6 +24,8 @@ struct Launch {
 
 static Launch* current;
 static bool waited, released;
+// Whether a block's threads run to the point where they meet, rather than to their end: nothing is stored.
+static bool gathering;
 
 static void report(const char* what, const void* address) {
   if (current->fault[0]) return;
@@ -42,33 +44,45 @@ static bool allowed(const void* address, std::size_t size, bool store) {
     if (begin < region.begin || begin + size > region.end) continue;
     inside = true;
     if (store && !region.writable) continue;
-    ++(store ? current->stores : current->loads);
+    if (!gathering) ++(store ? current->stores : current->loads);
     return true;
   }
   if (inside) return report("store into an input", address), false;
   return report(store ? "store outside every buffer" : "load outside every buffer", address), false;
 }
 
+static void checked_load(const void* address, void* value, std::size_t size) {
+  std::memset(value, 0xA5, size);
+  if (allowed(address, size, false)) std::memcpy(value, address, size);
+}
+
 template <class T>
-static T checked_load(const void* address) {
+static T loaded(const T* address) {
   T value;
-  std::memset(&value, 0xA5, sizeof value);
-  if (allowed(address, sizeof value, false)) std::memcpy(&value, address, sizeof value);
+  checked_load(address, &value, sizeof value);
   return value;
 }
 
-Words4 load_words4(const void* address) { return checked_load<Words4>(address); }
-long long load_index(const int* address) { return checked_load<int>(address); }
-long long load_index(const long long* address) { return checked_load<long long>(address); }
-float load_float(const float* address) { return checked_load<float>(address); }
+void load_words8(const void* address, unsigned* words) { checked_load(address, words, 32); }
+void load_words4(const void* address, unsigned* words) { checked_load(address, words, 16); }
+void load_words2(const void* address, unsigned* words) { checked_load(address, words, 8); }
+void load_words1(const void* address, unsigned* words) { checked_load(address, words, 4); }
+unsigned short load_element(const unsigned short* address) { return loaded(address); }
+long long load_index(const int* address) { return loaded(address); }
+long long load_index(const long long* address) { return loaded(address); }
+float load_float(const float* address) { return loaded(address); }
 
-template <class T>
-static void checked_store(void* address, const T& value) {
-  if (allowed(address, sizeof value, true)) std::memcpy(address, &value, sizeof value);
+static void checked_store(void* address, const void* value, std::size_t size) {
+  if (!gathering && allowed(address, size, true)) std::memcpy(address, value, size);
 }
 
-void store_words2(void* address, Words2 words) { checked_store(address, words); }
-void store_words4(void* address, Words4 words) { checked_store(address, words); }
+void store_words4(void* address, const unsigned* words) { checked_store(address, words, 16); }
+void store_words2(void* address, const unsigned* words) { checked_store(address, words, 8); }
+void store_words1(void* address, const unsigned* words) { checked_store(address, words, 4); }
+void store_half_word(void* address, unsigned word) {
+  const unsigned short half = static_cast<unsigned short>(word);
+  checked_store(address, &half, 2);
+}
 
 void wait_for_predecessors(const unsigned short*&, unsigned char*&) { waited = true; }
 
@@ -77,47 +91,83 @@ void release_dependents() {
   released = true;
 }
 
-static float from_bits(std::uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
+// From the bits of an fp32 with the given exponent, by integer arithmetic alone: its magnitude in a format of
+// `fraction` bits whose smallest normal is 2^smallest, to nearest even. A carry out of the fraction lands in the
+// exponent, from subnormal to normal as well.
+static std::uint32_t round_magnitude(std::uint32_t magnitude, int fraction, int smallest) {
+  const int exponent = static_cast<int>(magnitude >> 23) - 127;
+  const bool normal = exponent >= smallest;
+  const int shift = 23 - fraction + (normal ? 0 : smallest - exponent);
+  if (shift > 24) return 0;  // below half of the smallest subnormal
+  const std::uint32_t significand = (magnitude & 0x7FFFFFu) | 0x800000u;
+  std::uint32_t units = significand >> shift;
+  const std::uint32_t rest = significand & ((1u << shift) - 1u), half = 1u << (shift - 1);
+  if (rest > half || (rest == half && (units & 1u))) ++units;
+  return normal ? (static_cast<std::uint32_t>(exponent - smallest) << fraction) + units : units;
+}
+
+static unsigned encode_e4m3(float value) {
+  const std::uint32_t bits = __float_as_uint(value), sign = bits >> 31 << 7, magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > 0x7F800000u) return 0x7F;
+  if (magnitude >= 0x43E00000u) return sign | 0x7E;  // 448 and all above
+  return sign | round_magnitude(magnitude, 3, -6);
 }
 
 #ifdef EMULATED_FP16
 float element_to_float(unsigned short bits) {
   const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
   const std::uint32_t exponent = bits >> 10 & 31u, fraction = bits & 1023u;
-  if (exponent == 31) return from_bits(sign | 0x7F800000u | fraction << 13);
-  if (exponent) return from_bits(sign | (exponent + 112u) << 23 | fraction << 13);
+  if (exponent == 31) return __uint_as_float(sign | 0x7F800000u | fraction << 13);
+  if (exponent) return __uint_as_float(sign | (exponent + 112u) << 23 | fraction << 13);
   const float magnitude = static_cast<float>(fraction) * 0x1p-24f;
   return sign ? -magnitude : magnitude;
 }
-#else
-float element_to_float(unsigned short bits) { return from_bits(static_cast<std::uint32_t>(bits) << 16); }
-#endif
 
-// e4m3fn from the bits of an fp32, by integer arithmetic alone.
-static unsigned encode_e4m3(float value) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  const std::uint32_t sign = bits >> 31 << 7, magnitude = bits & 0x7FFFFFFFu;
-  if (magnitude > 0x7F800000u) return 0x7F;
-  if (magnitude >= 0x43E00000u) return sign | 0x7E;  // 448 and all above
-  const int exponent = static_cast<int>(magnitude >> 23) - 127;
-  if (exponent < -10) return sign;  // below half of the smallest subnormal, 2^-9
-  const std::uint32_t significand = (magnitude & 0x7FFFFFu) | 0x800000u;
-  // In units of the result's last place: 2^(exponent - 3) for normals, 2^-9 for subnormals.
-  const int shift = exponent >= -6 ? 20 : 14 - exponent;
-  std::uint32_t units = significand >> shift;
-  const std::uint32_t rest = significand & ((1u << shift) - 1u), half = 1u << (shift - 1);
-  if (rest > half || (rest == half && (units & 1u))) ++units;
-  // A carry out of the fraction lands in the exponent, from subnormal to normal as well.
-  return sign | (exponent >= -6 ? static_cast<std::uint32_t>(exponent + 6) * 8u + units : units);
+static unsigned encode_element(float value) {
+  const std::uint32_t bits = __float_as_uint(value), sign = bits >> 31 << 15, magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > 0x7F800000u) return 0x7FFF;
+  if (magnitude >= 0x477FF000u) return sign | 0x7C00;  // 65520 and all above
+  return sign | round_magnitude(magnitude, 10, -14);
 }
+#else
+float element_to_float(unsigned short bits) { return __uint_as_float(static_cast<std::uint32_t>(bits) << 16); }
+
+static unsigned encode_element(float value) {
+  const std::uint32_t bits = __float_as_uint(value), rest = bits & 0xFFFFu;
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FFF;
+  // The exponent ranges are the same, so subnormals and the step to infinity need no care.
+  return (bits >> 16) + (rest > 0x8000u || (rest == 0x8000u && (bits >> 16 & 1u)));
+}
+#endif
 
 unsigned float_to_e4m3x4(float a, float b, float c, float d) {
   return encode_e4m3(a) | encode_e4m3(b) << 8 | encode_e4m3(c) << 16 | encode_e4m3(d) << 24;
 }
+
+unsigned float_to_elements(float low, float high) { return encode_element(low) | encode_element(high) << 16; }
+
+#ifdef EMULATED_TILES
+// A shuffle has no meaning where threads run one after another. So a block runs twice: first each thread up to
+// its tile_max, which keeps the value and leaves the kernel; then again, with every tile's maximum known.
+struct Met {};
+struct Tile {
+  float largest;
+  unsigned threads;
+};
+static Tile tiles[1024];
+
+float tile_max(float value) {
+  const unsigned row = threadIdx.y + blockDim.y * threadIdx.z, thread = threadIdx.x + blockDim.x * row;
+  if (blockDim.x % kTileThreads || 32 % kTileThreads) report("a tile that straddles two warps", nullptr);
+  Tile& tile = tiles[thread / kTileThreads];
+  if (gathering) {
+    tile.largest = tile.threads++ ? fmaxf(tile.largest, value) : value;
+    throw Met();
+  }
+  if (tile.threads != kTileThreads) report("a tile that not all of its threads reached", nullptr);
+  return tile.largest;
+}
+#endif
 
 template <unsigned... I>
 struct Indices {};
@@ -129,25 +179,40 @@ struct CountTo<0, I...> {
 };
 
 template <class... A, unsigned... I>
-static void run_grid(void (*kernel)(A...), void** arguments, Indices<I...>) {
-  for (blockIdx.z = 0; blockIdx.z < gridDim.z; ++blockIdx.z)
-    for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
-      for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)
-        for (threadIdx.z = 0; threadIdx.z < blockDim.z; ++threadIdx.z)
-          for (threadIdx.y = 0; threadIdx.y < blockDim.y; ++threadIdx.y)
-            for (threadIdx.x = 0; threadIdx.x < blockDim.x; ++threadIdx.x) {
-              waited = released = false;
-              kernel(*static_cast<A*>(arguments[I])...);
-            }
+static void run_block(void (*kernel)(A...), void** arguments, Indices<I...>) {
+  for (threadIdx.z = 0; threadIdx.z < blockDim.z; ++threadIdx.z)
+    for (threadIdx.y = 0; threadIdx.y < blockDim.y; ++threadIdx.y)
+      for (threadIdx.x = 0; threadIdx.x < blockDim.x; ++threadIdx.x) {
+        waited = released = false;
+#ifdef EMULATED_TILES
+        try {
+          kernel(*static_cast<A*>(arguments[I])...);
+        } catch (const Met&) {
+        }
+#else
+        kernel(*static_cast<A*>(arguments[I])...);
+#endif
+      }
 }
 
 template <class... A>
 static bool launch_grid(void (*kernel)(A...), Launch* launch) {
   if (launch->argument_count != sizeof...(A)) return false;
+  const typename CountTo<sizeof...(A)>::type indices{};
   current = launch;
   gridDim = {launch->grid_x, launch->grid_y, launch->grid_z};
   blockDim = {launch->block_x, launch->block_y, launch->block_z};
-  run_grid(kernel, launch->arguments, typename CountTo<sizeof...(A)>::type{});
+  for (blockIdx.z = 0; blockIdx.z < gridDim.z; ++blockIdx.z)
+    for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
+      for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+#ifdef EMULATED_TILES
+        std::memset(tiles, 0, sizeof tiles);
+        gathering = true;
+        run_block(kernel, launch->arguments, indices);
+        gathering = false;
+#endif
+        run_block(kernel, launch->arguments, indices);
+      }
   return true;
 }
 
@@ -155,4 +220,5 @@ static bool launch_grid(void (*kernel)(A...), Launch* launch) {
 extern "C" int emulate(Launch* launch) { return launch_grid(mla_prepare, launch) ? 0 : 1; }
 
 extern "C" unsigned emulated_e4m3(float value) { return encode_e4m3(value); }
-extern "C" float emulated_element(unsigned short bits) { return element_to_float(bits); }
+extern "C" float emulated_float(unsigned short bits) { return element_to_float(bits); }
+extern "C" unsigned emulated_element(float value) { return encode_element(value); }

@@ -1,15 +1,19 @@
-"""What the prepare kernel must write, computed a second way: no e4m3 cast of torch's, no vector slot arithmetic.
+"""What the prepare kernel must write, computed a second way: no cast of torch's, no vector slot arithmetic.
 
-Rounding looks values up among the midpoints of e4m3fn in float64, where every bf16, fp16 and fp32 value and
-every midpoint is exact; slots go through Python's integers one by one.
+Rounding looks values up among the midpoints of a format in float64, where every bf16, fp16 and fp32 value
+and every midpoint is exact. A product, sum or quotient of two fp32 values that is computed in float64 and
+then rounded to fp32 is the correctly rounded one, since 53 bits are more than twice 24 and two. Slots go
+through Python's integers one by one.
 """
 
 import functools
-import itertools
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import torch
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 LITERAL: Final[Mapping[float, int]] = {
     # From the CUDA headers' host conversion, saturating. Positive half; the negative one has the sign bit set.
@@ -35,27 +39,84 @@ LITERAL: Final[Mapping[float, int]] = {
     0.0: 0x00,
 }
 
+_FORMATS: Final[Mapping[str, tuple[int, int, int]]] = {
+    # fraction bits, exponent bias, the last magnitude that rounding may give
+    "e4m3": (3, 7, 0x7E),  # saturating
+    "fp16": (10, 15, 0x7C00),  # infinity, where one step beyond the largest finite value would be
+    "bf16": (7, 127, 0x7F80),
+}
+_NAN: Final = {"e4m3": 0x7F, "fp16": 0x7FFF, "bf16": 0x7FFF}
+
 
 @functools.cache
-def _midpoints() -> torch.Tensor:
-    """float64 ``[126]``: the value halfway between codes i and i + 1, from the definition of e4m3fn."""
-    values = [(code / 8) * 2.0**-6 if code < 8 else (1 + code % 8 / 8) * 2.0 ** (code // 8 - 7) for code in range(0x7F)]
-    assert values[0x7E] == 448.0
-    return torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(values)], dtype=torch.float64)
+def midpoints(kind: str) -> Array:
+    """float64: the value halfway between codes i and i + 1, from the definition of the format."""
+    fraction, bias, last = _FORMATS[kind]
+    codes = np.arange(last + 1)
+    exponent, rest = codes >> fraction, codes & ((1 << fraction) - 1)
+    significand = np.where(exponent == 0, rest, rest + (1 << fraction)).astype(np.float64)
+    values = np.ldexp(significand, np.maximum(exponent, 1) - bias - fraction)
+    return (values[:-1] + values[1:]) / 2
+
+
+def codes(values: Array, kind: str) -> Array:
+    """int64 codes of float64 values, to nearest even, NaN without its sign."""
+    magnitude, middle = np.abs(values), midpoints(kind)
+    code = np.searchsorted(middle, magnitude)  # midpoints strictly below
+    tie = middle[np.minimum(code, len(middle) - 1)] == magnitude
+    code = code + (tie & (code % 2 == 1))
+    code = code + np.signbit(values) * (0x80 if kind == "e4m3" else 0x8000)
+    return np.where(np.isnan(values), _NAN[kind], code)
+
+
+def to_fp32(values: Array) -> Array:
+    """float64 values rounded to fp32 once, as float64."""
+    with np.errstate(all="ignore"):
+        return values.astype(np.float32).astype(np.float64)
 
 
 def e4m3(values: torch.Tensor, scale_inv: torch.Tensor | None = None) -> torch.Tensor:
     """e4m3fn bytes (uint8) of bf16, fp16 or fp32 values on the CPU, after a multiplication in fp32."""
-    exact = values.double()
-    if scale_inv is not None:
-        # A product of two fp32 values is exact in float64, so this rounds to fp32 once.
-        exact = (exact * scale_inv.cpu().double().reshape(())).float().double()
-    magnitude, midpoints = exact.abs(), _midpoints()
-    code = torch.searchsorted(midpoints, magnitude.contiguous())  # midpoints strictly below
-    tie = midpoints[code.clamp(max=len(midpoints) - 1)] == magnitude
-    code += (tie & (code % 2 == 1)).long()
-    code += torch.signbit(exact).long() * 0x80
-    return torch.where(exact.isnan(), 0x7F, code).to(torch.uint8)
+    scale = None if scale_inv is None else scale_inv.cpu().double().reshape(()).numpy()
+    return torch.from_numpy(codes(scaled(values.double().numpy(), scale), "e4m3").astype(np.uint8))
+
+
+def scaled(values: Array, scale: Array | None) -> Array:
+    with np.errstate(all="ignore"):
+        return values if scale is None else to_fp32(values * scale)
+
+
+def rotated(values: Array, cos_sin: Array, style: str) -> Array:
+    """float64 ``[..., D]`` rotated by rows ``[cos(D/2) | sin(D/2)]``: two products and a sum, each rounded to fp32."""
+    half = values.shape[-1] // 2
+    cosine, sine = cos_sin[..., :half], cos_sin[..., half:]
+    first = np.arange(half) * 2 if style == "interleaved" else np.arange(half)
+    second = first + (1 if style == "interleaved" else half)
+    a, b, turned = values[..., first], values[..., second], np.empty_like(values)
+    with np.errstate(all="ignore"):
+        turned[..., first] = to_fp32(to_fp32(a * cosine) - to_fp32(b * sine))
+        turned[..., second] = to_fp32(to_fp32(b * cosine) + to_fp32(a * sine))
+    return turned
+
+
+def tile_scales(values: Array, kind: str) -> Array:
+    """float64 ``[..., R/128]``: what a tile of 128 elements is divided by."""
+    tiles = np.abs(values).reshape(*values.shape[:-1], -1, 128)
+    with np.errstate(all="ignore"):
+        scale = to_fp32(np.fmax.reduce(np.fmax(tiles, 0.0), axis=-1) / 448.0)
+    if kind == "raw":
+        return np.maximum(scale, 2.0**-126)
+    significand, exponent = np.frexp(np.maximum(scale, float(np.float32(1e-4))))
+    power = np.ldexp(1.0, exponent - (significand == 0.5))
+    return np.where(np.isinf(scale), np.inf, power)
+
+
+def tiled(values: Array, kind: str) -> tuple[Array, Array]:
+    """Codes of float64 ``[..., R]`` under their tiles' scales, and those scales as fp32."""
+    scales = tile_scales(values, kind)
+    with np.errstate(all="ignore"):
+        quotients = to_fp32(values / np.repeat(scales, 128, axis=-1))
+    return codes(quotients, "e4m3"), scales.astype(np.float32)
 
 
 def cache_row(slot: int, rows: int, reserved_slot: int | None, world: int, rank: int, interleave: int) -> int | None:

@@ -5,44 +5,40 @@ from typing import Any
 
 import pytest
 import torch
-from kernel.calls import E4M3, Call, expected, make, moved, values
+from kernel.calls import TENSORS, Call, make, moved, paged_pool, values
+from kernel.checks import chain_options, expected
 from kernel.devices import Gpu
 from kernel.memory import Guarded
 
 from mlaprep.clients import fused_prepare, prepare
-from mlaprep.clients.dispatch import _spec
+from mlaprep.clients.dispatch import covering_spec
 from mlaprep.clients.handle import KernelHandle
 from mlaprep.clients.operands import check_operands
 from mlaprep.templates.spec import KernelSpec
 
 T, H, R, D = 5, 3, 32, 16
+CHECKED = ("layout", "query_dtype", "tile_scale", "rope", "pad_heads_to", "write_q", "write_kv")
+"""Options that say what the operands must be."""
 
 
-def given(call: Call, place: torch.device) -> tuple[tuple[Any, ...], torch.Tensor, dict[str, Any]]:
+def given(call: Call, place: torch.device) -> tuple[tuple[Any, ...], torch.Tensor | None, dict[str, Any]]:
     """Positional operands on a device, the pool's whole buffer, and the options."""
-    whole, cache = call.pool.allocate(place)
-    sources = [moved(getattr(call, name), place) for name in ("q_nope", "q_rope", "k_nope", "k_rope", "loc")]
-    scales = {name: moved(getattr(call, name), place) for name in ("q_scale_inv", "kv_scale_inv")}
-    rules = {name: getattr(call, name) for name in ("reserved_slot", "dcp_world", "dcp_rank", "dcp_interleave")}
-    return (*sources[:4], cache, sources[4]), whole, scales | rules
+    whole = cache = None
+    if call.pool is not None:
+        whole, view = call.pool.allocate(place)
+        cache = view.view(call.cache_dtype if call.pool.itemsize == 1 else call.lead.dtype)
+    tensors = {name: moved(getattr(call, name), place) for name in TENSORS}
+    positional = (*(tensors.pop(name) for name in ("q_nope", "q_rope", "k_nope", "k_rope")), cache, tensors.pop("loc"))
+    rules = {"reserved_slot": call.reserved_slot, "dcp_rank": call.dcp_rank}
+    return positional, whole, tensors | rules | chain_options(call)
 
 
 def spec_of(call: Call) -> KernelSpec | None:
-    operands, _, options = given(call, torch.device("cpu"))
-    scales = {name: options[name] for name in ("q_scale_inv", "kv_scale_inv")}
-    reserved = call.reserved_slot is not None
-    return _spec(check_operands(*operands, **scales), reserved, call.dcp_world, call.dcp_interleave)
-
-
-def test_on_the_cpu_the_chain_answers() -> None:
-    call = make(T, H, R, D, loc=[3, -1, 8, 99, 0], q_scale_inv=torch.tensor(2.0), dcp_world=2, dcp_rank=1)
-    operands, whole, options = given(call, torch.device("cpu"))
-    assert fused_prepare(*operands, **options) is None
-    assert (whole == call.pool.poison).all()
-    query = prepare(*operands, **options)
-    assert query.dtype == E4M3
-    assert torch.equal(query.view(torch.uint8), expected(call).query)
-    assert torch.equal(whole, expected(call).pool)
+    """The kernel that prepare asks for where these operands lie on a GPU."""
+    positional, _, options = given(call, torch.device("cpu"))
+    tensors = {name: options[name] for name in TENSORS if name in options}
+    checked = check_operands(*positional, **tensors, **{name: options[name] for name in CHECKED})
+    return covering_spec(checked._replace(device=torch.device("cuda")), options)  # type: ignore[arg-type]
 
 
 def test_B017_one_kernel_for_every_batch_size_and_every_stride() -> None:
@@ -62,15 +58,39 @@ def test_the_spec_of_a_call_names_what_it_needs() -> None:
     assert spec_of(replace(make(T, H, R, D), dcp_interleave=64)) == make(T, H, R, D).spec
 
 
-@pytest.mark.parametrize("pitch", [56, 64])
-def test_the_spec_follows_what_stores_the_pool_allows(pitch: int) -> None:
+VARIANTS = {
+    "query kept": make(T, H, R, D, layout="fp8-q16", kv_scale_inv=torch.tensor(2.0)),
+    "cache kept": make(T, H, R, D, layout="same", rope="neox", dtype="fp16"),
+    "tiles": make(T, H, 128, 64, layout="ds_mla", tile_scale="pow2", rope="interleaved"),
+    "tiles, query kept": make(T, H, 128, 64, layout="ds_mla", query_dtype="input", q_scale_inv=torch.ones(T)),
+    "narrow positions": make(T, H, R, D, rope="interleaved", positions=torch.arange(T, dtype=torch.int32)),
+    "padded": make(T, H, R, D, pad_heads_to=8),
+    "pages apart": replace(make(T, H, R, D), pool=paged_pool("fp8", 4, 4, R, D, gap=16)),
+    "query only": replace(make(T, H, R, D, rope="neox"), k_nope=None, k_rope=None, loc=None, pool=None),
+    "cache only": replace(make(T, H, R, D, rope="neox"), q_nope=None, q_rope=None),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_options_and_operands_name_the_variant(name: str) -> None:
+    assert spec_of(VARIANTS[name]) == VARIANTS[name].spec
+
+
+@pytest.mark.parametrize(("pitch", "elements"), [(64, 16), (56, 8), (52, 4), (50, 2), (49, None)])
+def test_the_spec_follows_what_accesses_the_pool_allows(pitch: int, elements: int | None) -> None:
     spec = spec_of(make(T, H, R, D, pitch=pitch))
-    assert spec is not None
-    assert spec.elements_per_thread == (16 if pitch % 16 == 0 else 8)
+    assert elements == (None if spec is None else spec.elements_per_thread)
+
+
+@pytest.mark.parametrize(("offset", "elements"), [(8, 16), (4, 4), (2, 2), (1, None)])
+def test_the_spec_follows_what_accesses_a_source_allows(offset: int, elements: int | None) -> None:
+    k_nope = values(T * R + 8, seed=1)[offset : offset + T * R].unflatten(0, (T, R))
+    spec = spec_of(replace(make(T, H, R, D), k_nope=k_nope))
+    assert elements == (None if spec is None else spec.elements_per_thread)
 
 
 def test_shapes_of_no_kernel_have_no_spec() -> None:
-    for shape in ((0, R, D), (257, R, D), (H, 20, D), (H, R, 4), (H, 1040, D)):
+    for shape in ((0, R, D), (257, R, D), (H, 20, D), (H, R, 5), (H, 1040, D), (H, R, 130)):
         assert spec_of(make(T, *shape)) is None
 
 
@@ -100,6 +120,7 @@ CALLS = {
     "strided loc": (replace(make(T, H, R, D), loc=torch.arange(2 * T)[::2]), False),
     "width of no kernel": (make(T, H, 20, D), False),
     "empty": (make(0, H, R, D), True),
+    **{name: (call, True) for name, call in VARIANTS.items()},
 }
 
 
@@ -108,11 +129,24 @@ CALLS = {
 def test_prepare_gives_the_same_bytes_fused_or_not(gpu: Gpu, name: str) -> None:
     call, covered = CALLS[name]
     wanted = expected(call)
-    operands, whole, options = given(call, gpu.device)
-    query = fused_prepare(*operands, **options, client=Supply(gpu))
+    positional, whole, options = given(call, gpu.device)
+    query = fused_prepare(*positional, **options, client=Supply(gpu))
     assert (query is not None) == covered
     if not covered:
         assert (whole == call.pool.poison).all()
-    query = prepare(*operands, **options, client=Supply(gpu))
-    assert torch.equal(query.view(torch.uint8).cpu(), wanted.query)
-    assert torch.equal(whole.cpu(), wanted.pool)
+    query = prepare(*positional, **options, client=Supply(gpu))
+    assert (query is None) == (wanted.query is None)
+    assert query is None or torch.equal(query.view(torch.uint8).cpu(), wanted.query)
+    assert whole is None or torch.equal(whole.cpu(), wanted.pool)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_on_the_cpu_prepare_is_the_chain(name: str) -> None:
+    call, _ = CALLS[name]
+    wanted = expected(call)
+    positional, whole, options = given(call, torch.device("cpu"))
+    assert fused_prepare(*positional, **options) is None
+    query = prepare(*positional, **options)
+    assert (query is None) == (wanted.query is None)
+    assert query is None or torch.equal(query.view(torch.uint8), wanted.query)
+    assert whole is None or torch.equal(whole, wanted.pool)

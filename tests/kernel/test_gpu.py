@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from kernel.calls import DTYPES, E4M3, Call, compare, expected, make, run, values
+from kernel.calls import DTYPES, E4M3, Call, make, values
+from kernel.checks import compare, expected, run
 from kernel.devices import Gpu
 
 from mlaprep.clients.errors import DriverError, KernelNotReady

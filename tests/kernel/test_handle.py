@@ -7,7 +7,8 @@ import pytest
 import torch
 from emulation.artifact import emulated_artifact
 from emulation.driver import EmulatedDriver
-from kernel.calls import Call, make, run
+from kernel.calls import Call, make
+from kernel.checks import run
 from kernel.devices import Emulation
 
 from mlaprep.clients.errors import ArtifactRejected, DriverError, ForkedProcessError, KernelNotReady, NotCovered

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from kernel.calls import E4M3, Call, check, expected, make, run, values
+from kernel.calls import E4M3, Call, make, values
+from kernel.checks import check, expected, run
 from kernel.devices import KernelDevice
 from kernel.memory import Guarded
 
@@ -226,31 +227,29 @@ def test_B019_a_uint8_pool_gets_bytes_not_values() -> None:
     assert (cache[2] == 0x3C).all()
 
 
-@pytest.mark.parametrize("pitch", [52, 49])
-def test_a_pool_whose_rows_are_not_on_eight_bytes_is_left_to_the_chain(device: KernelDevice, pitch: int) -> None:
+@pytest.mark.parametrize("pitch", [56, 52, 50, 49])
+def test_a_pool_is_written_in_pieces_that_its_rows_start_on(device: KernelDevice, pitch: int) -> None:
     call = make(T, H, R, D, pitch=pitch)
-    with pytest.raises(NotCovered, match="kv_cache with a row stride"):
-        run(call, device, fused=True)
-    assert torch.equal(run(call, device, fused=False).pool, expected(call).pool)
-
-
-@pytest.mark.parametrize("offset", [16, 8, 4, 1])
-def test_a_pool_at_any_address(device: KernelDevice, offset: int) -> None:
-    call = make(T, H, R, D)
-    call = changed(call, pool=Guarded((16, R + D), (R + D, 1), offset=offset))
-    if offset % 8:
-        with pytest.raises(NotCovered, match="kv_cache at an address"):
-            run(call, device, fused=True)
-        assert torch.equal(run(call, device, fused=False).pool, expected(call).pool)
-    else:
+    widest = max((width for width in (2, 4, 8, 16) if pitch % width == 0), default=0)
+    if widest:
+        assert call.spec.elements_per_thread == widest
         check(call, device)
+    if widest < 16:
+        with pytest.raises(NotCovered, match=f"kv_cache with a row stride of {pitch} elements"):
+            run(call.with_fields(elements_per_thread=16), device, fused=True)
+        assert torch.equal(run(call, device, fused=False).pool, expected(call).pool)
 
 
-def test_pages_that_are_not_evenly_spaced_are_refused() -> None:
-    call = make(2, 1, 16, 0)
-    apart = torch.zeros(4, 5, 16, dtype=torch.uint8)[:, :4]
-    with pytest.raises(ValueError, match=r"^kv_cache: found pages 80 elements apart"):
-        prepare_chain(call.q_nope, None, call.k_nope, None, apart, call.loc)
+@pytest.mark.parametrize("offset", [16, 8, 4, 2, 1])
+def test_a_pool_at_any_address(device: KernelDevice, offset: int) -> None:
+    call = changed(make(T, H, R, D), pool=Guarded((16, R + D), (R + D, 1), offset=offset))
+    if offset % 2 == 0:
+        assert call.spec.elements_per_thread == offset
+        check(call, device)
+    if offset < 16:
+        with pytest.raises(NotCovered, match="kv_cache at an address"):
+            run(call.with_fields(elements_per_thread=16), device, fused=True)
+        assert torch.equal(run(call, device, fused=False).pool, expected(call).pool)
 
 
 def test_memory_that_overlaps_itself_is_refused() -> None:

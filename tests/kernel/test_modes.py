@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from kernel.calls import E4M3, Call, check, expected, make, run, values
+from kernel.calls import E4M3, Call, make, values
+from kernel.checks import check, expected, run
 from kernel.devices import KernelDevice
 from kernel.memory import Guarded
 

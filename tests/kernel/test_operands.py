@@ -5,7 +5,8 @@ from collections.abc import Callable
 import numpy
 import pytest
 import torch
-from kernel.calls import E4M3, expected, make, run
+from kernel.calls import E4M3, make
+from kernel.checks import expected, run
 from kernel.devices import Emulation
 
 from mlaprep.clients.errors import NotCovered

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel.calls import E4M3, Call, check, values
+from kernel.calls import E4M3, Call, values
+from kernel.checks import check
 from kernel.devices import Emulation
 from kernel.memory import Guarded
 

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 from kernel import oracle
-from kernel.calls import Call, check, compare, expected, make, run
+from kernel.calls import Call, make
+from kernel.checks import check, compare, expected, run
 from kernel.devices import KernelDevice
 from kernel.memory import Guarded
 

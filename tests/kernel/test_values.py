@@ -3,12 +3,13 @@
 import pytest
 import torch
 from kernel import oracle
-from kernel.calls import DTYPES, E4M3, Call, check, make, run
+from kernel.calls import DTYPES, E4M3, Call, make
+from kernel.checks import check, run
 from kernel.devices import KernelDevice
 from kernel.memory import Guarded
 from torch.overrides import TorchFunctionMode
 
-from mlaprep.clients.reference import quantise
+from mlaprep.clients.rounding import e4m3_codes
 
 
 def rows_of(values: torch.Tensor, width: int = 512) -> Call:
@@ -76,8 +77,8 @@ def test_B001_the_chain_never_relies_on_how_torch_casts_overflow_or_nan() -> Non
             return func(*args, **(kwargs or {}))
 
     with Casts():
-        quantise(every_pattern("bf16"))
-        quantise(every_pattern("bf16"), torch.tensor(1e30))
+        e4m3_codes(every_pattern("bf16").float())
+        e4m3_codes(every_pattern("bf16").float() * 1e30)
     assert len(seen) == 2
     for cast in seen:
         assert cast.dtype == torch.float32
