@@ -13,7 +13,7 @@ from mlaprep.clients.coverage import Coverage, coverage, page_stride
 from mlaprep.clients.errors import ArtifactRejected, DriverError, ForkedProcessError, KernelNotReady, NotCovered
 from mlaprep.clients.launch import KernelDriver, Launcher, cuda_driver
 from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
-from mlaprep.clients.plan import RowShape, plan_launch
+from mlaprep.clients.plan import RowShape, measured_buckets, plan_launch
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.errors import ArtifactError
 from mlaprep.templates.arch import Arch
@@ -49,6 +49,7 @@ class KernelHandle:
         self._driver = driver
         self._names = tuple(name for name, _ in manifest.launch["parameters"])
         self._shape = RowShape.from_launch(manifest.launch)
+        self._buckets = measured_buckets(manifest.arch)
         self._devices: dict[int, _DeviceKernel] = {}
         self._loading = threading.Lock()
         self._pid = os.getpid()
@@ -182,7 +183,7 @@ class KernelHandle:
             if kernel is None:
                 kernel = self._device_kernel(device)
             values = self._arguments(operands, query, dcp_rank, reserved_slot)
-            config = plan_launch(self._shape, operands.tokens, kernel.multiprocessors)
+            config = plan_launch(self._shape, operands.tokens, kernel.multiprocessors, self._buckets)
             kernel.launch(config, self._open_driver().current_stream(device), [values[name] for name in self._names])
         return query
 

@@ -1,7 +1,10 @@
 """LaunchConfig: the grid and block of a launch. A pure function of its arguments."""
 
-from collections.abc import Mapping
+import functools
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 MAX_TOKENS: Final = 2**31 - 1
@@ -36,12 +39,36 @@ class RowShape:
         return cls(launch["threads_per_row"], launch["rows_per_token"], launch["max_threads_per_block"])
 
 
-def plan_launch(shape: RowShape, tokens: int, multiprocessors: int) -> LaunchConfig:
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The block size that measured fastest for tokens of up to so many rows, and up to so many tokens."""
+
+    rows_per_token_max: int
+    tokens_max: int
+    threads_per_block: int
+
+
+@functools.cache
+def measured_buckets(arch: str) -> tuple[Bucket, ...]:
+    """The buckets that ``benchmarks/tune_prepare.py`` measured on a GPU of this architecture, in the order to
+    look in; empty where none was measured."""
+    if not _MEASURED.exists():
+        return ()
+    measured = json.loads(_MEASURED.read_text("utf-8"))["archs"].get(arch, {"buckets": []})
+    return tuple(
+        Bucket(bucket["rows_per_token_max"], bucket["tokens_max"], bucket["threads_per_block"])
+        for bucket in measured["buckets"]
+    )
+
+
+def plan_launch(shape: RowShape, tokens: int, multiprocessors: int, buckets: Sequence[Bucket] = ()) -> LaunchConfig:
     """The launch for ``tokens`` tokens on a device of that many multiprocessors.
 
     A block holds several rows of one token, since the block scheduler, not bandwidth, bounds a launch of
-    many small blocks; once there are more tokens than the device has multiprocessors, more rows. Where a
-    token has too few rows to fill a block, it holds several tokens. The sizes were measured on an H200.
+    many small blocks. Where a token has too few rows to fill a block, it holds several tokens. How many
+    threads a block aims at comes from the first of ``buckets`` that fits. Without one it is 288, and 468
+    once there are more tokens than multiprocessors: the best single choices on an H200, taken to hold
+    where a device differs in little but its number of multiprocessors.
 
     Raises:
         ValueError: ``tokens`` below 1 or above ``MAX_TOKENS``.
@@ -49,6 +76,10 @@ def plan_launch(shape: RowShape, tokens: int, multiprocessors: int) -> LaunchCon
     if not 1 <= tokens <= MAX_TOKENS:
         raise ValueError(f"tokens is {tokens}; one launch takes 1 to {MAX_TOKENS}")
     threads = _LARGE_BLOCK if tokens > multiprocessors else _SMALL_BLOCK
+    for bucket in buckets:
+        if shape.rows_per_token <= bucket.rows_per_token_max and tokens <= bucket.tokens_max:
+            threads = bucket.threads_per_block
+            break
     threads = min(threads, shape.max_threads_per_block)
     # Spread the rows evenly over as many blocks as it takes, so that the last block is not a thin one.
     groups = -(-shape.rows_per_token // max(1, threads // shape.threads_per_row))
@@ -59,6 +90,7 @@ def plan_launch(shape: RowShape, tokens: int, multiprocessors: int) -> LaunchCon
     return LaunchConfig((groups, y, -(-blocks // y)), (shape.threads_per_row, rows, tokens_per_block))
 
 
+_MEASURED: Final = Path(__file__).with_name("launch_plans.json")
 _SMALL_BLOCK: Final = 288
 _LARGE_BLOCK: Final = 468
 _BLOCK_Z: Final = 64
