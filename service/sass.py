@@ -14,8 +14,8 @@ CLASSES: Final[Mapping[str, re.Pattern[str]]] = {
     for name, pattern in {
         "global loads": r"LDG\b",
         "global stores": r"STG\b",
-        "other memory": r"(LD|ST|LDS|STS|LDL|STL|LDSM|STSM|ATOM\w*|RED|CCTL\w*|LDGSTS|UBLK\w*|UTMA\w*)\b",
         "constant loads": r"(LDC|LDCU|ULDC)\b",
+        "other memory": r"LD|ST|AT|RED(?!UX)|CCTL|MEMBAR|SU(LD|ST|ATOM|RED)|T(EX|LD)|UBLK|UTMA|SYNCS",
         "launch order": r"(ACQBULK|PREEXIT)\b",
         "conversions": r"(F2F|F2FP|I2F\w*|F2I|I2FP|HADD2\.F32)\b",
         "moves": r"(U?MOV|IMAD\.MOV|CS2R|S2R|S2UR|R2UR|U?PRMT|U?SEL|FSEL|R2P|P2R)\b",
@@ -23,7 +23,8 @@ CLASSES: Final[Mapping[str, re.Pattern[str]]] = {
         "branches": r"(BRA|BRX|JMP|BSSY|BSYNC|BREAK|CALL|RET|EXIT|BMOV|YIELD|KILL|BPT)\b",
         "padding": r"NOP\b",
         "floating point": r"U?([FDH](ADD|MUL|FMA|MNMX|SETP|SET|CHK|SWZADD)\w*|MUFU)\b",
-        "integer": r"[A-Z]",
+        "integer": r"U?(I(MAD|ADD3?|SETP|ABS|MNMX|SCADD|DP4?A?)|V?IADD|VIMNMX3?|VIADDMNMX|P?LOP3|LEA|SH[FLR]|BMSK|BREV"
+        r"|FLO|POPC|SGXT|LOP)\b",
     }.items()
 }
 

@@ -39,7 +39,7 @@ def check_memory_spaces(kernel: Kernel) -> Iterator[str]:
     for name in ("spill_stores", "spill_loads", "stack_bytes", "shared_bytes"):
         if getattr(manifest, name) or getattr(resources, name):
             yield f"{name}: {getattr(resources, name)}"
-    yield from (f"{i.text} is neither a global load nor a global store" for i in _code(kernel, "other memory"))
+    yield from (f"{i.text} is neither a global load nor a global store" for i in _code(kernel, "other memory", "other"))
 
 
 def check_addresses(kernel: Kernel) -> Iterator[str]:
