@@ -15,12 +15,19 @@ from mlaprep.service import problems
 from mlaprep.service.body import BodyLimit
 from mlaprep.service.compiler import Compiler
 from mlaprep.service.edge import Edge
-from mlaprep.service.routes import artifacts, health, kernels, variants, vocabulary
+from mlaprep.service.routes import artifacts, health, inspection, kernels, variants, vocabulary
 from mlaprep.service.schemas import ProblemReply
 from mlaprep.service.settings import Settings
 from mlaprep.service.state import Service
 
-_ROUTERS: Final = (kernels.router, artifacts.router, variants.router, vocabulary.router, health.router)
+_ROUTERS: Final = (
+    kernels.router,
+    inspection.router,
+    artifacts.router,
+    variants.router,
+    vocabulary.router,
+    health.router,
+)
 _DESCRIPTION: Final = (
     "Generates, compiles, caches and serves the fused MLA prepare kernel. Errors are problem details "
     "(RFC 9457) that name the field at fault and never repeat input. Every GET also answers HEAD."

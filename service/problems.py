@@ -23,6 +23,8 @@ from mlaprep.service.errors import (
     CompileFailed,
     CompilerUnavailable,
     CompileTimeout,
+    DisassemblerUnavailable,
+    InspectError,
     QueueFull,
 )
 from mlaprep.templates.errors import FieldProblem, SpecError, UnsupportedSpecError
@@ -111,6 +113,16 @@ def problem_of(error: Exception) -> ProblemError:
             return invalid_fields(error.problems, "unknown-arch" if arch_only else "invalid-spec")
         case BuildError():
             return _of_build(error)
+        case DisassemblerUnavailable():
+            return ProblemError(503, "disassembler-unavailable", "Machine code cannot be shown here", str(error))
+        case InspectError():
+            return ProblemError(
+                503,
+                "disassembly-failed",
+                "The machine code was not read",
+                str(error),
+                headers={"retry-after": str(RETRY_AFTER_S)},
+            )
         case AmbiguousKeyError():
             return ProblemError(
                 409, "ambiguous-prefix", "The prefix fits several kernels", "Give more digits, or all 64 of them."
@@ -129,7 +141,15 @@ def problem_of(error: Exception) -> ProblemError:
 
 def install(app: FastAPI) -> None:
     """Answer every error of an application with a problem."""
-    for kind in (ProblemError, SpecError, BuildError, AmbiguousKeyError, RequestValidationError, HTTPException):
+    for kind in (
+        ProblemError,
+        SpecError,
+        BuildError,
+        InspectError,
+        AmbiguousKeyError,
+        RequestValidationError,
+        HTTPException,
+    ):
         app.add_exception_handler(kind, _answer)
     app.add_exception_handler(Exception, _answer_unexpected)
 

@@ -62,6 +62,26 @@ class KernelReply(_Reply):
     source: str | None = Field(None, description="with ?inline=true: the CUDA source it was compiled from")
 
 
+class ResourcesReply(_Reply):
+    """What a kernel takes, read off its cubin."""
+
+    variant_id: str = Field(examples=[VARIANT_ID])
+    arch: str = Field(examples=[str(ARCH)])
+    digest: str = Field(description="sha256 of the cubin", examples=[DIGEST])
+    registers: int = Field(description="a thread", examples=[22])
+    stack_bytes: int = Field(description="a thread", examples=[0])
+    spill_stores: int | None = Field(description="bytes, by the compiler's log", examples=[0])
+    spill_loads: int | None = Field(description="bytes, by the compiler's log", examples=[0])
+    shared_bytes: int = Field(description="static, a block", examples=[0])
+    constant_bytes: int = Field(description="all banks, kernel arguments included", examples=[1072])
+    data_bytes: int = Field(description="global variables of the module", examples=[32])
+    code_bytes: int = Field(examples=[2304])
+    instructions: int = Field(description="without what pads the code", examples=[128])
+    kinds: dict[str, int] = Field(
+        description="instructions by class", examples=[{"global loads": 3, "global stores": 1, "conversions": 8}]
+    )
+
+
 class VariantArchReply(_Reply):
     """One variant on one architecture. Sizes and digests are null until it is built."""
 

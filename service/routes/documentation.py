@@ -18,7 +18,7 @@ _TITLES: Final = {
     415: "a body that is not application/json",
     422: "a value that is not allowed; every field at fault is named",
     429: "too many kernels wait for a compiler",
-    503: "the compiler is missing or died; Retry-After says when to ask again",
+    503: "the tool that this needs is missing or died; Retry-After says when to ask again, where that may help",
     504: "the compile passed its deadline",
 }
 

@@ -38,7 +38,7 @@ async def get_kernel(request: Request, arch: ArchPath, variant_id: VariantPath) 
     """The manifest. Never compiles: a kernel that is not built is a 404."""
     service = service_of(request)
     inline = read_query(request, _INLINE)["inline"]
-    built = Built(await _built(service, arch, variant_id), cached=True)
+    built = Built(await find_kernel(service, arch, variant_id), cached=True)
     return json_response(_document(built, inline=inline))
 
 
@@ -85,7 +85,7 @@ async def put_kernel(request: Request, arch: ArchPath, variant_id: VariantPath) 
 async def get_source(request: Request, arch: ArchPath, variant_id: VariantPath) -> Response:
     """Plain text, with its sha256 as ETag. A kernel that is not built is a 404."""
     read_query(request)
-    artifact = await _built(service_of(request), arch, variant_id)
+    artifact = await find_kernel(service_of(request), arch, variant_id)
     headers = {"etag": f'"{artifact.manifest.source_sha256}"', "cache-control": "no-cache"}
     if not_modified(request, artifact.manifest.source_sha256):
         return Response(status_code=304, headers=headers)
@@ -93,7 +93,13 @@ async def get_source(request: Request, arch: ArchPath, variant_id: VariantPath) 
     return Response(artifact.source, headers=headers, media_type="text/plain; charset=utf-8")
 
 
-async def _built(service: Service, arch: str, variant_id: str) -> KernelArtifact:
+async def find_kernel(service: Service, arch: str, variant_id: str) -> KernelArtifact:
+    """The kernel that a path names, never compiled for it.
+
+    Raises:
+        SpecError: no such variant or architecture.
+        ProblemError: 404, it is not built.
+    """
     spec, target = service.parse_target(arch, variant_id)
     built = await service.find(spec, target)
     if built is None:

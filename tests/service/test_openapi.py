@@ -69,6 +69,7 @@ def without_lifespan(app: ASGIApp) -> ASGIApp:
         ("PUT", f"{KERNEL}?inline=true", 200, schemas.KernelReply),
         ("GET", KERNEL, 200, schemas.KernelReply),
         ("GET", f"{KERNEL}?inline=true", 200, schemas.KernelReply),
+        ("GET", f"{KERNEL}/resources", 200, schemas.ResourcesReply),
         ("GET", "/v1/variants", 200, schemas.VariantsReply),
         ("GET", "/v1/variants?state=built&limit=1", 200, schemas.VariantsReply),
         ("GET", f"/v1/variants/{KERNEL.rpartition('/')[2]}", 200, schemas.VariantReply),
@@ -102,6 +103,8 @@ def test_the_document_and_the_page_have_every_call(client: Client, root: Path) -
         ("GET", "/v1/kernels/{arch}/{variant_id}"),
         ("PUT", "/v1/kernels/{arch}/{variant_id}"),
         ("GET", "/v1/kernels/{arch}/{variant_id}/source"),
+        ("GET", "/v1/kernels/{arch}/{variant_id}/sass"),
+        ("GET", "/v1/kernels/{arch}/{variant_id}/resources"),
         ("GET", "/v1/artifacts/{digest}"),
         ("GET", "/v1/presets"),
         ("GET", "/v1/archs"),
@@ -125,7 +128,9 @@ def test_the_document_and_the_page_have_every_call(client: Client, root: Path) -
     )
 
 
-@pytest.mark.parametrize("name", ["ManifestReply", "VariantArchReply", "PresetReply", "ArchReply", "FieldProblemReply"])
+@pytest.mark.parametrize(
+    "name", ["ManifestReply", "ResourcesReply", "VariantArchReply", "PresetReply", "ArchReply", "FieldProblemReply"]
+)
 def test_every_field_shows_an_example(client: Client, name: str) -> None:
     schema = client.get("/openapi.json").json()["components"]["schemas"][name]
     for field, described in schema["properties"].items():
