@@ -30,9 +30,10 @@ static inline unsigned __float_as_uint(float value) {
   return bits;
 }
 
-// Not from <cmath>, which takes longer to read than a kernel takes to compile.
-#define fmaxf __builtin_fmaxf
-#define fabsf __builtin_fabsf
+// Not from <cmath>, which takes longer to read than a kernel takes to compile, and whose fmaxf makes a signalling
+// NaN a quiet one: the GPU's gives the other operand for either kind.
+static inline float fabsf(float value) { return __uint_as_float(__float_as_uint(value) & 0x7FFFFFFFu); }
+static inline float fmaxf(float a, float b) { return a != a ? b : b != b ? a : a > b ? a : b; }
 
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }

@@ -151,12 +151,23 @@ def check(call: Call, device: KernelDevice, *elements: int) -> Result:
 
 
 def widths(call: Call) -> list[int]:
+    """The widest thread that pool and result allow, and the next best known."""
+    every = every_width(call)
+    return sorted({every[0], 8} & set(every))
+
+
+def every_width(call: Call) -> list[int]:
+    """All numbers of elements a thread that a kernel for this call may have, the widest first."""
     widest = call.spec.elements_per_thread
+    return [width for width in (16, 8, 4, 2) if width <= widest and is_spec(call, width)]
+
+
+def is_spec(call: Call, width: int) -> bool:
     try:
-        call.spec_of(8)
+        call.spec_of(width)
     except SpecError:
-        return [widest]
-    return sorted({widest, min(widest, 8)})
+        return False
+    return True
 
 
 def compare(found: Result, wanted: Result, who: str) -> None:
