@@ -86,15 +86,17 @@ def expected(call: Call) -> Result:
         query = torch.from_numpy(np.pad(made, ((0, 0), (0, padding), (0, 0))))
         if call.out is not None:
             out, view = call.out.allocate(torch.device("cpu"))
-            view.copy_(query.view(view.dtype))
+            if query.numel():
+                view.copy_(query.view(view.dtype))
     if call.pool is not None and call.loc is not None and call.k_nope is not None:
         pool, _ = call.pool.allocate(torch.device("cpu"))
-        new = torch.from_numpy(latent_rows(call)).view(torch.uint8 if call.pool.itemsize == 1 else torch.int16)
+        new = torch.from_numpy(latent_rows(call))
         rules = call.reserved_slot, call.dcp_world, call.dcp_rank, call.dcp_interleave
         for token, slot in enumerate(call.loc.tolist()):
             row = oracle.cache_row(slot, call.pool.rows, *rules)
             if row is not None:
-                call.pool.row(pool, row).copy_(new[token])
+                place = call.pool.row(pool, row)
+                place.copy_(new[token].view(place.dtype))
     return Result(query, out, pool)
 
 

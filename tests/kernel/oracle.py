@@ -101,7 +101,7 @@ def rotated(values: Array, cos_sin: Array, style: str) -> Array:
 
 def tile_scales(values: Array, kind: str) -> Array:
     """float64 ``[..., R/128]``: what a tile of 128 elements is divided by."""
-    tiles = np.abs(values).reshape(*values.shape[:-1], -1, 128)
+    tiles = np.abs(values).reshape(*values.shape[:-1], values.shape[-1] // 128, 128)
     with np.errstate(all="ignore"):
         scale = to_fp32(np.fmax.reduce(np.fmax(tiles, 0.0), axis=-1) / 448.0)
     if kind == "raw":
