@@ -11,7 +11,8 @@ import typer
 from rich.text import Text
 
 from mlaprep.clients import cli_kernels
-from mlaprep.clients.cli_kernels import bring, report
+from mlaprep.clients.cli_inspect import Against, Resources, Sass, Save, View
+from mlaprep.clients.cli_kernels import bring, look, report
 from mlaprep.clients.cli_options import (
     Archs,
     CacheDir,
@@ -68,16 +69,22 @@ def compile_(
     ] = None,
     token: Token = None,
     cache_dir: CacheDir = None,
+    save: Save = None,
+    sass: Sass = False,
+    resources: Resources = False,
+    against: Against = None,
     as_json: Json = False,
 ) -> None:
     """Compile kernels into the local cache. Needs no GPU and no nvcc."""
+    view = View(sass, resources, against)
     specs = select_specs(presets, tps, variants, spec_file, overrides)
     targets = select_archs(archs)
     store = open_store(cache_dir)
     if url is not None:
         with KernelClient(url, token=token, store=store, on_miss="error") as client:
             outcomes = bring(specs, targets, client.obtain, "compiling", quiet=as_json)
-        report(outcomes, as_json=as_json)
+            more = look(outcomes, view, save, client.obtain, as_json=as_json)
+        report(outcomes, as_json=as_json, more=more)
         return
     from mlaprep.service.builder import Builder
     from mlaprep.service.errors import BuildError, CompileFailed
@@ -95,7 +102,8 @@ def compile_(
 
         outcomes = bring(specs, targets, build, "compiling", quiet=as_json)
         compiles = builder.compiles
-    report(outcomes, as_json=as_json, compiles=compiles)
+        more = look(outcomes, view, save, build, as_json=as_json)
+    report(outcomes, as_json=as_json, compiles=compiles, more=more)
 
 
 app.command("ls")(cli_kernels.ls)

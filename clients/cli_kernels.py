@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.text import Text
 
+from mlaprep.clients import cli_inspect
+from mlaprep.clients.cli_inspect import Against, Resources, Sass, View
 from mlaprep.clients.cli_options import (
     ArchFilter,
     Archs,
@@ -50,7 +52,7 @@ from mlaprep.clients.supply import Obtained
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.disk import DiskStore
 from mlaprep.kernels_cache.store import KernelStore, MemoryStore
-from mlaprep.templates.arch import Arch
+from mlaprep.templates.arch import DEFAULT_ARCHS, Arch
 from mlaprep.templates.render import render as render_source
 from mlaprep.templates.spec import KernelSpec, parse_variant_id
 
@@ -124,18 +126,32 @@ def render(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", dir_okay=False, help="Write the source here, not to stdout.")
     ] = None,
+    archs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--arch", metavar="ARCH", help=f"Target of --sass and --resources. Repeats. Default: {DEFAULT_ARCHS[0]}."
+        ),
+    ] = None,
+    sass: Sass = False,
+    resources: Resources = False,
+    against: Against = None,
     as_json: Json = False,
 ) -> None:
-    """Print the CUDA source of one kernel. Needs no compiler."""
+    """Print the CUDA source of one kernel, or its machine code. The source needs no compiler."""
     specs = select_specs(presets, tps, variants, spec_file, overrides)
     if len(specs) > 1:
         raise SpecError(FieldProblem("kernels", f"{len(specs)} variants", "one variant; narrow it with --tp"))
     source = render_source(specs[0])
     if output is not None:
         output.write_text(source.text, "utf-8")
+    view = View(sass, resources, against)
+    targets = select_archs(archs) if archs else DEFAULT_ARCHS[:1]
+    seen = cli_inspect.show_render(source, view, targets, as_json=as_json) if view else {}
     if as_json:
         head = {"variant_id": source.spec.variant_id, "source_sha256": source.sha256, "entry": source.entry}
-        print_json(head | {"spec": source.spec.to_dict(), "launch": source.launch, "source": source.text})
+        print_json(head | {"spec": source.spec.to_dict(), "launch": source.launch, "source": source.text} | seen)
+    elif view:
+        return
     elif output is not None:
         stderr().print(Text(f"{output}: {source.spec.variant_id}, sha256 {source.sha256}"), soft_wrap=True)
     else:
@@ -230,6 +246,28 @@ def bring(
             return outcome
 
         return list(pool.map(one, targets))
+
+
+def look(
+    outcomes: Sequence[Outcome],
+    view: View,
+    folder: Path | None,
+    obtain: Callable[[KernelSpec, Arch], Obtained],
+    *,
+    as_json: bool,
+) -> dict[str, object]:
+    """Save the kernels that were had, and show what the view asks for; the same as JSON values."""
+    artifacts = [outcome.obtained.artifact for outcome in outcomes if outcome.obtained is not None]
+    # Looked at first: the folder may be the build that they are compared with.
+    shown = cli_inspect.examine(artifacts, view, lambda spec, arch: obtain(spec, arch).artifact) if view else []
+    more: dict[str, object] = {}
+    if folder is not None:
+        more["files"] = {artifact.key: write_artifact(folder, artifact) for artifact in artifacts}
+    if view and as_json:
+        more["inspections"] = cli_inspect.documents(shown, view)
+    elif view:
+        cli_inspect.present(shown, view)
+    return more
 
 
 def report(

@@ -12,13 +12,14 @@ import typer
 from mlaprep.clients.cli_output import VARIANT_PREFIX
 from mlaprep.kernels_cache.disk import DiskStore, open_default_store
 from mlaprep.kernels_cache.store import KernelStore
-from mlaprep.templates.arch import DEFAULT_ARCHS, Arch
+from mlaprep.templates.arch import ARCHS, DEFAULT_ARCHS, Arch
 from mlaprep.templates.errors import FieldProblem, SpecError
-from mlaprep.templates.presets import preset
+from mlaprep.templates.presets import Preset, preset
 from mlaprep.templates.spec import KernelSpec, parse_variant_id
 
 MAX_SPEC_BYTES: Final = 2**20
 _SIZE: Final = re.compile(r"([0-9]{1,15})\s*([KMGT]?)(i?B)?", re.ASCII | re.IGNORECASE)
+_ALL: Final = "all"
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
@@ -26,8 +27,10 @@ Presets = Annotated[
     list[str] | None, typer.Option("--preset", metavar="NAME", help="A model, e.g. kimi-k3. May be repeated.")
 ]
 Tps = Annotated[
-    list[int] | None,
-    typer.Option("--tp", metavar="N", help="Tensor-parallel degree of the presets; every degree by default. Repeats."),
+    list[str] | None,
+    typer.Option(
+        "--tp", metavar="N", help="Tensor-parallel degree of the presets, or all; all of them by default. Repeats."
+    ),
 ]
 Variants = Annotated[list[str] | None, typer.Option("--variant", metavar="ID", help="A variant id. May be repeated.")]
 SpecFile = Annotated[
@@ -42,7 +45,7 @@ Archs = Annotated[
     typer.Option(
         "--arch",
         metavar="ARCH",
-        help=f"Target, e.g. sm_100a. May be repeated. Default: {' '.join(map(str, DEFAULT_ARCHS))}.",
+        help=f"Target, e.g. sm_100a, or all. May be repeated. Default: {' '.join(map(str, DEFAULT_ARCHS))}.",
     ),
 ]
 ArchFilter = Annotated[
@@ -71,7 +74,7 @@ Token = Annotated[
 
 def select_specs(
     presets: Sequence[str] | None,
-    tps: Sequence[int] | None,
+    tps: Sequence[str] | None,
     variants: Sequence[str] | None,
     spec_file: str | None,
     overrides: Sequence[str] | None,
@@ -86,7 +89,7 @@ def select_specs(
     specs = []
     for name in presets or ():
         model = preset(name)
-        specs += [model.spec(tp, **fields) for tp in tps or model.tp_degrees]
+        specs += [model.spec(tp, **fields) for tp in _degrees(tps, model)]
     specs += [parse_variant_id(full_variant_id(text)) for text in variants or ()]
     if spec_file is not None:
         document = _read_json(spec_file)
@@ -97,8 +100,15 @@ def select_specs(
 
 
 def select_archs(names: Sequence[str] | None) -> list[Arch]:
-    """The architectures named, or the default ones. Raises SpecError for an unknown one."""
-    return list(dict.fromkeys(Arch(name) for name in names)) if names else list(DEFAULT_ARCHS)
+    """The architectures named, or the default ones. Raises SpecError for an unknown one.
+
+    ``all`` stands for those that are made for one device each and run every kind of kernel; the others are
+    built by name.
+    """
+    if not names:
+        return list(DEFAULT_ARCHS)
+    every = [arch for arch in ARCHS if arch.name.endswith("a")]
+    return list(dict.fromkeys(arch for name in names for arch in (every if name == _ALL else [Arch(name)])))
 
 
 def full_variant_id(text: str) -> str:
@@ -123,6 +133,18 @@ def parse_size(text: str) -> int:
             FieldProblem("max-bytes", "a string that is not a size", "bytes, or a number with K, M, G or T")
         )
     return int(match[1]) * _UNITS[match[2].upper()]
+
+
+def _degrees(tps: Sequence[str] | None, model: Preset) -> list[int]:
+    degrees: list[int] = []
+    for text in tps or [_ALL]:
+        if text == _ALL:
+            degrees += model.tp_degrees
+        elif text.isascii() and text.isdigit() and len(text) < 5:
+            degrees.append(int(text))
+        else:
+            raise SpecError(FieldProblem("tp", "a string that is no number", "a degree of the model, or all"))
+    return degrees
 
 
 def _override(text: str) -> tuple[str, Any]:

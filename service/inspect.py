@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
@@ -131,15 +131,23 @@ def diff(one: Inspection, other: Inspection, *, registers: bool = False, context
     """How ``one`` became ``other``.
 
     Instructions are aligned without their addresses, with arguments by name. Register numbers are left out too,
-    since one more value renumbers most of a kernel; ``registers`` counts them.
+    since one more value renumbers most of a kernel; ``registers`` counts them. What only one side knows, as
+    the names of arguments and spills beside a cubin without a manifest, is no difference.
     """
     before, after = one.resources.figures(), other.resources.figures()
-    figures = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+    figures = {
+        name: (before[name], after[name])
+        for name in before
+        if before[name] != after[name] and None not in (before[name], after[name])
+    }
     less, more = one.listing.opcodes(), other.listing.opcodes()
     changed = [name for name in less | more if less[name] != more[name]]
     changed.sort(key=lambda name: (-abs(more[name] - less[name]), name))
     names = [f"{side.name} {side.arch}" for side in (one, other)]
-    lines = tuple(_unified(one.listing, other.listing, names, registers=registers, context=context))
+    listings = (one.listing, other.listing)
+    if not all(listing.arguments for listing in listings):
+        listings = (replace(one.listing, arguments=()), replace(other.listing, arguments=()))
+    lines = tuple(_unified(*listings, names, registers=registers, context=context))
     return Difference(names[0], names[1], figures, {name: (less[name], more[name]) for name in changed}, lines)
 
 

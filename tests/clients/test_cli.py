@@ -118,7 +118,7 @@ class TestBadInput:
             (["--preset", "kimi-k3", "--set", "num_heads=0"], "num_heads"),
             (["--preset", "kimi-k3", "--set", "heads=1"], "heads"),
             (["--preset", "kimi-k3", "--set", "pdl"], "set"),
-            (["--preset", "deepseek-v3.2"], "layout"),
+            (["--preset", "kimi-k3", "--set", "tile_scale=raw"], "tile_scale"),
             (["--variant", "mla_prepare-h12"], "variant_id"),
             ([], "kernels"),
             ([*KIMI, "--arch", "sm_70"], "arch"),
