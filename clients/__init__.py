@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         ServiceRefused,
         ServiceUnreachable,
         SpecError,
-        UnsupportedSpecError,
     )
     from mlaprep.clients.handle import KernelHandle
 
@@ -43,7 +42,6 @@ __all__ = [
     "ServiceRefused",
     "ServiceUnreachable",
     "SpecError",
-    "UnsupportedSpecError",
     "fused_prepare",
     "prepare",
 ]

@@ -4,7 +4,6 @@
 
     MlaprepError
     ├── SpecError (also ValueError)        a specification, variant id, preset or architecture that cannot be
-    │   └── UnsupportedSpecError           a valid value that this release does not generate
     ├── KernelUnavailable                  no tier had the kernel and none could build it; .attempts says why
     ├── ServiceError                       the kernel service gave no kernel
     │   ├── ServiceUnreachable             no usable answer within the deadline
@@ -22,7 +21,7 @@ errors survive pickling on their way between processes.
 
 from collections.abc import Sequence
 
-from mlaprep.templates.errors import FieldProblem, MlaprepError, SpecError, UnsupportedSpecError
+from mlaprep.templates.errors import FieldProblem, MlaprepError, SpecError
 
 __all__ = [
     "ArtifactRejected",
@@ -37,7 +36,6 @@ __all__ = [
     "ServiceRefused",
     "ServiceUnreachable",
     "SpecError",
-    "UnsupportedSpecError",
 ]
 
 

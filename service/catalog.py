@@ -143,17 +143,8 @@ def order_of(spec: KernelSpec) -> tuple[int, int, int, str]:
 
 @functools.cache
 def preset_specs() -> tuple[KernelSpec, ...]:
-    """The default variant of every preset and degree that this release generates."""
-    found = (preset_spec(preset, tp) for preset in PRESETS.values() for tp in preset.tp_degrees)
-    return tuple(dict.fromkeys(spec for spec in found if spec is not None))
-
-
-def preset_spec(preset: Preset, tp: int) -> KernelSpec | None:
-    """The default variant of a preset at one degree, or None where this release does not generate it."""
-    try:
-        return preset.spec(tp)
-    except SpecError:
-        return None
+    """The default variant of every preset and degree."""
+    return tuple(dict.fromkeys(preset.spec(tp) for preset in PRESETS.values() for tp in preset.tp_degrees))
 
 
 def models_of(spec: KernelSpec) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from mlaprep.service.errors import (
     InspectError,
     QueueFull,
 )
-from mlaprep.templates.errors import FieldProblem, SpecError, UnsupportedSpecError
+from mlaprep.templates.errors import FieldProblem, SpecError
 
 MEDIA_TYPE: Final = "application/problem+json"
 TYPE_PREFIX: Final = "urn:mlaprep:problem:"
@@ -94,7 +94,6 @@ def invalid_fields(problems: Sequence[FieldProblem], slug: str = "invalid-reques
         "invalid-request": "The request has values that are not allowed",
         "invalid-json": "The body is not JSON that can be accepted",
         "invalid-spec": "The kernel specification is not valid",
-        "unsupported-spec": "This release does not generate such a kernel",
         "unknown-arch": "No such architecture to build for",
     }[slug]
     shown = problems[:_MAX_FIELDS]
@@ -106,8 +105,6 @@ def problem_of(error: Exception) -> ProblemError:
     match error:
         case ProblemError():
             return error
-        case UnsupportedSpecError():
-            return invalid_fields(error.problems, "unsupported-spec")
         case SpecError():
             arch_only = all(problem.field == "arch" for problem in error.problems)
             return invalid_fields(error.problems, "unknown-arch" if arch_only else "invalid-spec")

@@ -123,7 +123,7 @@ class PresetVariantReply(_Reply):
 
     tp: int = Field(examples=[8])
     num_heads: int = Field(description="on one rank", examples=[12])
-    variant_id: str | None = Field(description="null where this release does not generate it", examples=[VARIANT_ID])
+    variant_id: str = Field(examples=[VARIANT_ID])
 
 
 class PresetReply(_Reply):

@@ -20,7 +20,7 @@ from mlaprep.service.compiler import Compiler
 from mlaprep.service.settings import Settings
 from mlaprep.service.toolchain import Toolchain, buildable_archs, conflicts
 from mlaprep.templates.arch import ARCHS, Arch
-from mlaprep.templates.errors import FieldProblem, SpecError, UnsupportedSpecError
+from mlaprep.templates.errors import FieldProblem, SpecError
 from mlaprep.templates.spec import KernelSpec, parse_variant_id
 
 P = ParamSpec("P")
@@ -96,9 +96,6 @@ class Service:
             problems.append(FieldProblem("arch", "an architecture that is not known", allowed))
         try:
             spec = parse_variant_id(variant_id)
-        except UnsupportedSpecError:
-            if not problems:
-                raise
         except SpecError as error:
             problems.extend(error.problems)
         if spec is None or target is None:

@@ -4,7 +4,6 @@
 
     MlaprepError
     ├── SpecError (also ValueError)      a specification that cannot be; .problems lists every field
-    │   └── UnsupportedSpecError         a valid value that this release does not generate yet
     └── ...                              clients.errors and service.errors hang theirs here
 
 Every message names what was asked, what was found, and what to do next.
@@ -42,7 +41,3 @@ class SpecError(MlaprepError, ValueError):
     def __init__(self, problems: FieldProblem | list[FieldProblem]) -> None:
         self.problems = tuple(problems) if isinstance(problems, list) else (problems,)
         super().__init__("; ".join(str(problem) for problem in self.problems))
-
-
-class UnsupportedSpecError(SpecError):
-    """A specification that is well formed but asks for a value this release does not generate."""

@@ -67,6 +67,7 @@ _STRIDES: Final[Mapping[str, str]] = {
 }
 STRIDE_FIELDS: Final = tuple(_STRIDES)
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSpec:
     """Everything a prepare kernel is specialised for, the architecture apart.
@@ -262,9 +263,7 @@ class KernelSpec:
         elif name in _FLAGS:
             good = type(value) is bool
         else:
-            good = (type(value) is str and value == DYNAMIC) or (
-                type(value) is int and 0 <= value <= MAX_STRIDE
-            )
+            good = (type(value) is str and value == DYNAMIC) or (type(value) is int and 0 <= value <= MAX_STRIDE)
         return [] if good else [FieldProblem(name, describe(value), allowed_values(name))]
 
     def _settle_derived(self) -> None:
@@ -313,18 +312,19 @@ class KernelSpec:
         if self.layout != "ds_mla":
             default = _derived_defaults(self)
             if self.query_dtype != default["query_dtype"]:
-                yield FieldProblem("query_dtype", f"{self.query_dtype} with layout {self.layout}", default["query_dtype"])
+                found = f"{self.query_dtype} with layout {self.layout}"
+                yield FieldProblem("query_dtype", found, default["query_dtype"])
             if self.tile_scale != "none":
                 yield FieldProblem("tile_scale", f"{self.tile_scale} with layout {self.layout}", "none")
         else:
             if self.kv_lora_rank % TILE:
                 yield FieldProblem("kv_lora_rank", "a rank with a broken tile under ds_mla", f"a multiple of {TILE}")
             if self.rope_dim % 4:
-                yield FieldProblem("rope_dim", "a width under ds_mla that no tile of threads divides", "a multiple of 4")
+                yield FieldProblem("rope_dim", "a width that ds_mla cannot store", "a multiple of 4")
             if self.tile_scale == "none":
                 yield FieldProblem("tile_scale", "none with layout ds_mla", "raw or pow2")
         if self.kv_scale != "none" and self.layout in ("same", "ds_mla"):
-            yield FieldProblem("kv_scale", f"a scale with layout {self.layout}", "none: it is not quantised by one scale")
+            yield FieldProblem("kv_scale", f"a scale with layout {self.layout}", "none: no single scale quantises it")
 
     def _check_access(self) -> Iterator[FieldProblem]:
         elements = self.elements_per_thread
@@ -358,7 +358,14 @@ class KernelSpec:
         return self.elements_per_thread if self.load_bytes == 32 else two_bytes
 
 
-_DERIVED: Final = ("query_dtype", "tile_scale", "pad_heads_to", "elements_per_thread", "out_token_stride", "out_head_stride")
+_DERIVED: Final = (
+    "query_dtype",
+    "tile_scale",
+    "pad_heads_to",
+    "elements_per_thread",
+    "out_token_stride",
+    "out_head_stride",
+)
 _LAYOUT_WORDS: Final[Mapping[str, str]] = {"fp8": "fp8", "fp8-q16": "fp8q16", "same": "same", "ds_mla": "dsmla"}
 _ROPE_WORDS: Final[Mapping[str, str]] = {"none": "norope", "interleaved": "interleaved", "neox": "neox"}
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")

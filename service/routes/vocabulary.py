@@ -4,7 +4,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlaprep.service.catalog import preset_spec
 from mlaprep.service.errors import BuildError
 from mlaprep.service.parameters import read_query
 from mlaprep.service.routes.documentation import problems, query
@@ -25,11 +24,10 @@ async def list_presets(request: Request) -> Response:
     read_query(request)
     presets = []
     for name, preset in PRESETS.items():
-        variants = []
-        for tp in preset.tp_degrees:
-            spec = preset_spec(preset, tp)
-            heads = preset.num_heads // tp
-            variants.append({"tp": tp, "num_heads": heads, "variant_id": spec.variant_id if spec else None})
+        specs = {tp: preset.spec(tp) for tp in preset.tp_degrees}
+        variants = [
+            {"tp": tp, "num_heads": spec.num_heads, "variant_id": spec.variant_id} for tp, spec in specs.items()
+        ]
         presets.append(
             {
                 "name": name,

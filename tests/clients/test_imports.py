@@ -22,7 +22,6 @@ EXPORTS = [
     "ServiceRefused",
     "ServiceUnreachable",
     "SpecError",
-    "UnsupportedSpecError",
     "fused_prepare",
     "prepare",
 ]

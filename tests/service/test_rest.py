@@ -81,7 +81,7 @@ def test_a_body_may_repeat_the_spec(client: Client) -> None:
         (b'{"spec": {"num_heads": 0}}', "invalid-spec", "num_heads", "an integer from 1 to 256"),
         (b'{"spec": {}}', "invalid-spec", "num_heads", "an integer from 1 to 256"),
         (b'{"spec": {"num_heads": 1, "kv_lora_rank": 1000000}}', "invalid-spec", "kv_lora_rank", "multiple of 16"),
-        (b'{"spec": {"num_heads": 1, "layout": "same"}}', "unsupported-spec", "layout", "fp8"),
+        (b'{"spec": {"num_heads": 1, "layout": "e5m2"}}', "invalid-spec", "layout", "fp8"),
         (b'{"spec": {"num_heads": 1, "unroll": 8}}', "invalid-spec", "unroll", "num_heads"),
         (b'{"spec": [1]}', "invalid-spec", "spec", "an object"),
         (b'{"speck": {"num_heads": 1}}', "invalid-request", "speck", "spec"),
@@ -323,7 +323,8 @@ def test_variants_are_filtered_and_paged(client: Client) -> None:
     assert listed("num_heads=7&state=missing") == []
     assert {v["spec"]["num_heads"] for v in listed("model=kimi-k3")} == {96, 48, 24, 12, 6}
     assert {v["spec"]["layout"] for v in listed("layout=fp8")} == {"fp8"}
-    assert listed("layout=ds_mla") == []
+    assert {v["spec"]["layout"] for v in listed("layout=ds_mla")} == {"ds_mla"}
+    assert listed("layout=same") == []
 
     everything = listed("limit=500")
     paged, query = [], "limit=7"

@@ -143,11 +143,11 @@ def test_every_preset_divides_at_every_degree(name: str) -> None:
     model = preset(name)
     for tp in model.tp_degrees:
         assert model.num_heads % tp == 0
-        if model.layout == "fp8":
-            spec = model.spec(tp)
-            assert spec.num_heads == model.num_heads // tp
-            assert (spec.kv_lora_rank, spec.rope_dim, spec.rope) == (model.kv_lora_rank, model.rope_dim, "none")
-            assert render(spec).text
+        spec = model.spec(tp)
+        assert spec.num_heads == model.num_heads // tp
+        assert (spec.kv_lora_rank, spec.rope_dim) == (model.kv_lora_rank, model.rope_dim)
+        assert (spec.rope, spec.layout) == (model.rope, model.layout)
+        assert render(spec).text
     for tp in (0, 3, True, "8", 1000):
         with pytest.raises(SpecError, match="tp"):
             model.spec(tp)  # type: ignore[arg-type]
@@ -191,3 +191,11 @@ def test_pdl_needs_an_architecture_that_has_it() -> None:
         check_target(KernelSpec(num_heads=12), Arch("sm_89"))
     check_target(KernelSpec(num_heads=12, pdl=False), Arch("sm_89"))
     check_target(KernelSpec(num_heads=12), Arch("sm_90"))
+
+
+def test_wide_loads_need_an_architecture_that_has_them() -> None:
+    spec = KernelSpec(num_heads=12, load_bytes=32)
+    with pytest.raises(SpecError, match="load_bytes"):
+        check_target(spec, Arch("sm_90a"))
+    check_target(spec, Arch("sm_100a"))
+    assert "ld.global.v8" in render(spec).text
