@@ -17,16 +17,17 @@ from typing import Any
 import report
 import torch
 from contenders import five_launches
-from kernels import obtain, spec_of
+from kernels import argument_values, obtain, spec_of
 from machine import describe_machine, describe_versions, machine_line, now
-from peers import Sglang
+from peer_sglang import Sglang
 from timing import Samples
 from torch import Tensor
-from workload import CACHE_ROWS, ROW, Cell, Layer, cache_pools, check, make_due, make_layers, poison
+from verdict import check
+from workload import ROW, Cell, Layer, cache_pools, make_due, make_layers, poison
 
 from mlaprep.clients.handle import KernelHandle
 from mlaprep.clients.launch import cuda_driver
-from mlaprep.clients.plan import RowShape, plan_launch
+from mlaprep.clients.plan import RowShape, measured_buckets, plan_launch
 from mlaprep.clients.reference import prepare_chain
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.templates.arch import Arch
@@ -113,9 +114,10 @@ def _calls(
         parameters = [(name, kind) for name, kind in manifest.launch["parameters"]]
         loaded = driver.load(artifact.cubin, manifest.entry, device)
         launcher = driver.prepare(loaded, parameters, manifest.launch["pdl"])
-        values = _values(layer)
+        values = argument_values(layer)
         packed = [values[name] for name, _ in parameters]
-        plan = plan_launch(RowShape.from_launch(manifest.launch), cell.tokens, loaded.multiprocessors)
+        shape, buckets = RowShape.from_launch(manifest.launch), measured_buckets(manifest.arch)
+        plan = plan_launch(shape, cell.tokens, loaded.multiprocessors, buckets)
         stream = driver.current_stream(device)
 
         def run() -> Tensor:
@@ -129,7 +131,7 @@ def _calls(
         return lambda: torch.empty(shape, dtype=dtype, device=device), False
 
     def pointers() -> tuple[Call, bool]:
-        tensors = tuple(layer)
+        tensors = layer[:7]
         return lambda: [tensor.data_ptr() for tensor in tensors], False  # type: ignore[return-value, unused-ignore]
 
     def stream() -> tuple[Call, bool]:
@@ -169,19 +171,6 @@ def _calls(
         "five launches of torch": lambda: (lambda: five_launches(layer), True),
         "our fallback chain": lambda: (lambda: prepare_chain(*layer.inputs), True),
     }
-
-
-def _values(layer: Layer) -> dict[str, int]:
-    """Every kernel argument there can be, by its name."""
-    values = {name: getattr(layer, name).data_ptr() for name in ("q_nope", "q_rope", "k_nope", "k_rope", "loc")}
-    values |= {"q_out": layer.out.data_ptr(), "kv_cache": layer.cache.data_ptr()}
-    values |= {"tokens": layer.loc.shape[0], "cache_rows": CACHE_ROWS, "cache_row_stride": layer.cache.stride(0)}
-    for name in ("q_nope", "q_rope", "out"):
-        token, head, _ = getattr(layer, name).stride()
-        values |= {f"{name}_token_stride": token, f"{name}_head_stride": head}
-    for name in ("k_nope", "k_rope"):
-        values[f"{name}_token_stride"] = getattr(layer, name).stride(0)
-    return values
 
 
 def _client_with(artifact: KernelArtifact) -> Any:

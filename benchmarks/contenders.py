@@ -6,105 +6,200 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from columns import (
+    CHAIN,
+    COMPILED,
+    FLASHINFER_APPEND,
+    FLASHINFER_SCATTER,
+    FLOOR_NOPDL,
+    FLOOR_PDL,
+    GRID_PDL,
+    OURS_FIXED_PDL,
+    OURS_NOPDL,
+    OURS_PDL,
+    SGLANG_NOPDL,
+    SGLANG_PDL,
+    TRITON_PDL,
+    VLLM_PDL,
+)
 from kernels import FLOOR_ENTRY, compile_floor, obtain, spec_of
-from peers import Sglang
+from peer_compile import CompiledChain
+from peer_flashinfer import Flashinfer
+from peer_sglang import Sglang
+from peer_vllm import OneLaunch
 from timing import Body
 from torch import Tensor
 from workload import RANK, ROW, Cell, Layer
 
 from mlaprep.clients.handle import KernelHandle
-from mlaprep.clients.launch import cuda_driver
-from mlaprep.clients.plan import LaunchConfig, RowShape, plan_launch
+from mlaprep.clients.launch import CudaDriver, Launcher, cuda_driver
+from mlaprep.clients.plan import LaunchConfig, RowShape, measured_buckets, plan_launch
 from mlaprep.templates.arch import Arch
+
+OURS, PEER, FLOOR = "ours", "peer", "floor"
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way in which a contender can run a cell."""
+
+    body: Body
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One column. ``body(cell)`` may raise: the cell then carries the reason instead of a time."""
+    """One column. ``forms`` may raise: the cell then carries the reason instead of a time."""
 
     name: str
     title: str
-    body: Callable[[Cell], Body]
-    writes: bool = True
-    """Whether there are bytes to check; the floor has none."""
-    facts: Callable[[Cell], dict[str, Any]] = field(default=lambda _: {})
-    """What is worth recording of its kernel in a cell."""
+    kind: str
+    """``ours``, ``peer``, or ``floor``, which writes nothing."""
+    forms: Callable[[Cell, list[Layer]], list[Form]]
+    """One form, or several of which the fastest counts."""
 
 
-CHAIN, SGLANG_PDL, SGLANG_NOPDL = "chain", "sglang_pdl", "sglang_nopdl"
-OURS_PDL, OURS_FIXED_PDL, OURS_NOPDL = "ours_pdl", "ours_fixed_pdl", "ours_nopdl"
-FLOOR_PDL, FLOOR_NOPDL = "floor_pdl", "floor_nopdl"
+class Contenders:
+    """Every column, over the kernels that they share."""
 
+    def __init__(
+        self,
+        arch: Arch,
+        sglang: Sglang,
+        flashinfer: Flashinfer,
+        kernels: Path | None,
+        compile_limit_s: float,
+    ) -> None:
+        self._arch, self._kernels = arch, kernels
+        self._sglang, self._flashinfer = sglang, flashinfer
+        self._driver: CudaDriver = cuda_driver()
+        self._device = torch.cuda.current_device()
+        self._multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self._compiled = CompiledChain(compile_limit_s)
+        self._one_launch = OneLaunch(arch, self._driver, self._device)
+        self._handles: dict[tuple[int, bool, bool, bool], KernelHandle] = {}
+        self._empty: dict[bool, Launcher] = {}
 
-def all_contenders(arch: Arch, sglang: Sglang, kernels: Path | None) -> list[Contender]:
-    """Every column of the table, in order."""
-    driver = cuda_driver()
-    device = torch.cuda.current_device()
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    handles: dict[tuple[int, bool, bool], KernelHandle] = {}
+    def plain(self) -> list[Contender]:
+        """The columns of the table without rope, in order."""
+        return [
+            Contender(
+                CHAIN, "five launches of torch: cat, cast, two casts into a row, scatter", PEER,
+                lambda cell, layers: [Form(five_launches)],
+            ),
+            Contender(COMPILED, "torch.compile of the chain, compiled for each cell", PEER, self._compiled_forms),
+            self._peer_sglang(SGLANG_PDL, "SGLang's fused kernel, PDL", pdl=True),
+            self._peer_sglang(SGLANG_NOPDL, "SGLang's fused kernel, no PDL", pdl=False),
+            Contender(
+                VLLM_PDL, "the structure of vLLM's one launch, re-created, PDL", PEER,
+                lambda cell, layers: [Form(self._one_launch.body(cell, pdl=True))],
+            ),
+            Contender(
+                TRITON_PDL, "a Triton version, PDL, the fastest of its configurations", PEER,
+                lambda cell, layers: _triton_forms(),
+            ),
+            self._ours(OURS_PDL, "ours, PDL, strides at launch: what prepare() loads", pdl=True, fixed=False),
+            self._ours(OURS_FIXED_PDL, "ours, PDL, strides compiled in", pdl=True, fixed=True),
+            self._ours(OURS_NOPDL, "ours, no PDL, strides at launch", pdl=False, fixed=False),
+            *self._floors(),
+        ]  # fmt: skip
 
-    def handle_of(heads: int, pdl: bool, fixed: bool) -> KernelHandle:
-        key = (heads, pdl, fixed)
-        if key not in handles:
-            handles[key] = KernelHandle(obtain(spec_of(heads, pdl=pdl, fixed=fixed), arch, kernels), driver).load()
-        return handles[key]
+    def rope(self) -> list[Contender]:
+        """The columns of the table with interleaved rope, in order."""
+        return [
+            Contender(
+                FLASHINFER_SCATTER, "FlashInfer's rope-quantise, then SGLang's scatter, both PDL", PEER,
+                lambda cell, layers: [Form(self._flashinfer.quantise_then(self._sglang.scatter()))],
+            ),
+            Contender(
+                FLASHINFER_APPEND, "FlashInfer's one-launch rope, quantise and append, PDL", PEER,
+                lambda cell, layers: [Form(self._flashinfer.append(layers))],
+            ),
+            self._ours(OURS_PDL, "ours, PDL, strides at launch: what prepare() loads", pdl=True, fixed=False),
+            self._ours(OURS_FIXED_PDL, "ours, PDL, strides compiled in", pdl=True, fixed=True),
+            self._ours(OURS_NOPDL, "ours, no PDL, strides at launch", pdl=False, fixed=False),
+            *self._floors(),
+        ]  # fmt: skip
 
-    def ours(name: str, title: str, *, pdl: bool, fixed: bool) -> Contender:
-        def body(cell: Cell) -> Body:
-            handle = handle_of(cell.heads, pdl, fixed)
-            return lambda layer: handle(*layer.inputs, out=layer.out)
+    def handle(self, cell: Cell, *, pdl: bool = True, fixed: bool = False) -> KernelHandle:
+        key = (cell.heads, pdl, fixed, cell.rope)
+        if key not in self._handles:
+            spec = spec_of(cell.heads, pdl=pdl, fixed=fixed, rope=cell.rope)
+            self._handles[key] = KernelHandle(obtain(spec, self._arch, self._kernels), self._driver).load()
+        return self._handles[key]
 
-        def facts(cell: Cell) -> dict[str, Any]:
-            manifest = handle_of(cell.heads, pdl, fixed).artifact.manifest
-            plan = plan_launch(RowShape.from_launch(manifest.launch), cell.tokens, multiprocessors)
-            return {
+    def plan(self, cell: Cell, handle: KernelHandle) -> LaunchConfig:
+        """How the handle launches the cell here."""
+        shape, buckets = RowShape.from_launch(handle.artifact.manifest.launch), measured_buckets(self._arch.name)
+        return plan_launch(shape, cell.tokens, self._multiprocessors, buckets)
+
+    def _ours(self, name: str, title: str, *, pdl: bool, fixed: bool) -> Contender:
+        def forms(cell: Cell, layers: list[Layer]) -> list[Form]:
+            handle = self.handle(cell, pdl=pdl, fixed=fixed)
+            manifest = handle.artifact.manifest
+            facts = {
                 "variant": manifest.variant_id,
                 "registers": manifest.registers,
                 "spill_bytes": manifest.spill_stores + manifest.spill_loads,
                 "nvrtc": manifest.nvrtc_version,
                 "cubin_sha256": manifest.cubin_sha256,
-                **asdict(plan),
+                **asdict(self.plan(cell, handle)),
             }
+            return [Form(lambda layer: handle(*layer.inputs, **layer.rotation, out=layer.out), facts)]
 
-        return Contender(name, title, body, facts=facts)
+        return Contender(name, title, OURS, forms)
 
-    def peer(name: str, title: str, *, pdl: bool) -> Contender:
-        def body(cell: Cell) -> Body:
-            launch = sglang.kernel(pdl)
-            warps = sglang.warps(cell.tokens * (cell.heads + 1))
+    def _peer_sglang(self, name: str, title: str, *, pdl: bool) -> Contender:
+        def forms(cell: Cell, layers: list[Layer]) -> list[Form]:
+            launch = self._sglang.kernel(pdl)
+            warps = self._sglang.warps(cell.tokens * (cell.heads + 1))
 
             def run(layer: Layer) -> Tensor:
                 arguments = (layer.cache, layer.loc, layer.k_nope, layer.k_rope, layer.q_nope, layer.q_rope, layer.out)
                 launch(*arguments, warps, 1, 0)
                 return layer.out
 
-            return run
+            return [Form(run)]
 
-        return Contender(name, title, body)
+        return Contender(name, title, PEER, forms)
 
-    def floor(name: str, title: str, *, pdl: bool) -> Contender:
-        made: list[Body] = []
+    def _compiled_forms(self, cell: Cell, layers: list[Layer]) -> list[Form]:
+        body = self._compiled.body(cell, layers[0])
+        return [Form(body, self._compiled.facts(cell))]
 
-        def body(_: Cell) -> Body:
-            if not made:
-                cubin, _compiler = compile_floor(arch, pdl=pdl)
-                launch = driver.prepare(driver.load(cubin, FLOOR_ENTRY, device), [("unused", "u32")], pdl)
-                config = LaunchConfig((1, 1, 1), (72, 1, 1))
-                made.append(lambda _layer: launch(config, driver.current_stream(device), [0]))
-            return made[0]
+    def _floors(self) -> list[Contender]:
+        one = LaunchConfig((1, 1, 1), (72, 1, 1))
 
-        return Contender(name, title, body, writes=False)
+        def floor(name: str, title: str, pdl: bool, config: Callable[[Cell], LaunchConfig]) -> Contender:
+            def forms(cell: Cell, layers: list[Layer]) -> list[Form]:
+                launch, chosen = self._empty_kernel(pdl), config(cell)
+                return [Form(lambda _: launch(chosen, self._driver.current_stream(self._device), [0]))]
 
-    return [
-        Contender(CHAIN, "five launches of torch: cat, cast, two casts into a row, scatter", lambda _: five_launches),
-        peer(SGLANG_PDL, "SGLang's fused kernel, PDL", pdl=True),
-        peer(SGLANG_NOPDL, "SGLang's fused kernel, no PDL", pdl=False),
-        ours(OURS_PDL, "ours, PDL, strides at launch: what prepare() loads", pdl=True, fixed=False),
-        ours(OURS_FIXED_PDL, "ours, PDL, strides compiled in", pdl=True, fixed=True),
-        ours(OURS_NOPDL, "ours, no PDL, strides at launch", pdl=False, fixed=False),
-        floor(FLOOR_PDL, "an empty kernel, one block, wait and release only", pdl=True),
-        floor(FLOOR_NOPDL, "an empty kernel, one block, no PDL", pdl=False),
-    ]
+            return Contender(name, title, FLOOR, forms)
+
+        return [
+            floor(FLOOR_PDL, "an empty kernel, one block, wait and release only", True, lambda cell: one),
+            floor(FLOOR_NOPDL, "an empty kernel, one block, no PDL", False, lambda cell: one),
+            floor(
+                GRID_PDL,
+                "an empty kernel, wait and release only, in as many blocks as ours",
+                True,
+                lambda cell: self.plan(cell, self.handle(cell)),
+            ),
+        ]
+
+    def _empty_kernel(self, pdl: bool) -> Launcher:
+        if pdl not in self._empty:
+            cubin, _compiler = compile_floor(self._arch, pdl=pdl)
+            loaded = self._driver.load(cubin, FLOOR_ENTRY, self._device)
+            self._empty[pdl] = self._driver.prepare(loaded, [("unused", "u32")], pdl)
+        return self._empty[pdl]
+
+
+def _triton_forms() -> list[Form]:
+    import peer_triton
+
+    return [Form(body, facts) for facts, body in peer_triton.bodies()]
 
 
 def five_launches(layer: Layer) -> Tensor:

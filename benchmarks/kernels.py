@@ -1,12 +1,14 @@
-"""Kernels: our own, from a directory of compiled ones or built here; and the empty one that sets the floor."""
+"""Kernels: our own, from a directory of compiled ones or built here, and small sources compiled for the occasion."""
 
 import contextlib
-import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from workload import RANK, ROPE_DIM, fixed_strides
+from peers import nvcc
+from workload import RANK, ROPE_DIM, Layer, fixed_strides
 
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.elf import complete_cubin
@@ -21,10 +23,27 @@ extern "C" __global__ void empty(unsigned) {%s}
 _FLOOR_PDL = ' asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory"); '
 
 
-def spec_of(heads: int, *, pdl: bool, fixed: bool) -> KernelSpec:
+def spec_of(heads: int, *, pdl: bool, fixed: bool, rope: bool = False, elements: int | None = None) -> KernelSpec:
     """The bf16 → fp8 spec of H heads: strides dynamic, or those that do not depend on T compiled in."""
-    fields = {"num_heads": heads, "kv_lora_rank": RANK, "rope_dim": ROPE_DIM, "pdl": pdl}
+    fields: dict[str, Any] = {"num_heads": heads, "kv_lora_rank": RANK, "rope_dim": ROPE_DIM, "pdl": pdl}
+    fields |= {"rope": "interleaved"} if rope else {}
+    fields |= {"elements_per_thread": elements} if elements else {}
     return KernelSpec.from_dict(fields | (fixed_strides(heads) if fixed else {}))
+
+
+def argument_values(layer: Layer) -> dict[str, int]:
+    """Every argument that a kernel of :func:`spec_of` can have, by its name."""
+    tensors = {name: getattr(layer, name) for name in ("q_nope", "q_rope", "k_nope", "k_rope", "loc")}
+    tensors |= {"q_out": layer.out, "kv_cache": layer.cache} | layer.rotation
+    values = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    values |= {"tokens": len(layer.loc), "cache_rows": len(layer.cache), "cache_row_stride": layer.cache.stride(0)}
+    values["cos_sin_rows"] = 0 if layer.cos_sin is None else len(layer.cos_sin)
+    for name in ("q_nope", "q_rope", "out"):
+        token, head, _ = getattr(layer, name).stride()
+        values |= {f"{name}_token_stride": token, f"{name}_head_stride": head}
+    for name in ("k_nope", "k_rope"):
+        values[f"{name}_token_stride"] = getattr(layer, name).stride(0)
+    return values
 
 
 def obtain(spec: KernelSpec, arch: Arch, directory: Path | None) -> KernelArtifact:
@@ -41,19 +60,28 @@ def obtain(spec: KernelSpec, arch: Arch, directory: Path | None) -> KernelArtifa
 
 
 def compile_floor(arch: Arch, *, pdl: bool) -> tuple[bytes, str]:
-    """A cubin of the empty kernel, and which compiler made it: NVRTC where CuPy is, else nvcc.
+    """A cubin of the empty kernel, and which compiler made it.
 
     Raises:
         RuntimeError: neither compiler works; both reasons are given.
     """
-    source = _FLOOR % (_FLOOR_PDL if pdl else "")
+    return compile_cubin(_FLOOR % (_FLOOR_PDL if pdl else ""), arch)
+
+
+def compile_cubin(source: str, arch: Arch, defines: Sequence[str] = ()) -> tuple[bytes, str]:
+    """A cubin of a source, and which compiler made it: NVRTC where CuPy is, else nvcc.
+
+    Raises:
+        RuntimeError: neither compiler works; both reasons are given.
+    """
+    options = [f"-D{define}" for define in defines]
     try:
-        return _by_nvrtc(source, arch), "nvrtc"
+        return _by_nvrtc(source, arch, options), "nvrtc"
     except Exception as nvrtc:
         try:
-            return _by_nvcc(source, arch), "nvcc"
-        except Exception as nvcc:
-            raise RuntimeError(f"NVRTC: {nvrtc}; nvcc: {nvcc}") from nvcc
+            return _by_nvcc(source, arch, options), "nvcc"
+        except Exception as error:
+            raise RuntimeError(f"NVRTC: {nvrtc}; nvcc: {error}") from error
 
 
 def _find(spec: KernelSpec, arch: Arch, directory: Path) -> KernelArtifact | None:
@@ -92,23 +120,22 @@ def _compile(spec: KernelSpec, arch: Arch, directory: Path | None) -> KernelArti
         return client.artifact(spec, arch)
 
 
-def _by_nvrtc(source: str, arch: Arch) -> bytes:
+def _by_nvrtc(source: str, arch: Arch, options: list[str]) -> bytes:
     from cupy.cuda import nvrtc
 
-    program = nvrtc.createProgram(source, "floor.cu", [], [])
+    program = nvrtc.createProgram(source, "source.cu", [], [])
     try:
-        nvrtc.compileProgram(program, [f"-arch={arch}"])
+        nvrtc.compileProgram(program, [f"-arch={arch}", *options])
         return complete_cubin(bytes(nvrtc.getCUBIN(program)))
     finally:
         nvrtc.destroyProgram(program)
 
 
-def _by_nvcc(source: str, arch: Arch) -> bytes:
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+def _by_nvcc(source: str, arch: Arch, options: list[str]) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        text, cubin = Path(folder, "floor.cu"), Path(folder, "floor.cubin")
+        text, cubin = Path(folder, "source.cu"), Path(folder, "source.cubin")
         text.write_text(source)
-        command = [nvcc, "-cubin", f"-arch={arch}", "-o", str(cubin), str(text)]
+        command = [nvcc(), "-cubin", f"-arch={arch}", *options, "-o", str(cubin), str(text)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr.strip()[-400:])

@@ -1,6 +1,7 @@
 """Timing: a chain of layers captured in a CUDA graph, replayed, and timed with device events."""
 
 import ctypes
+import gc
 import math
 import statistics
 import time
@@ -124,6 +125,26 @@ def time_interleaved(chains: dict[str, Chain], rounds: int) -> dict[str, Samples
     return {name: Samples(tuple(values)) for name, values in found.items()}
 
 
+def time_eager(body: Body, layer: Layer, rounds: int, calls: int = 200) -> Samples:
+    """Wall-clock time a call, calls enqueued back to back without a graph: the slower of host and device."""
+    for _ in range(calls // 4):
+        body(layer)
+    torch.cuda.synchronize()
+    values = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            begun = time.perf_counter_ns()
+            for _ in range(calls):
+                body(layer)
+            torch.cuda.synchronize()
+            values.append((time.perf_counter_ns() - begun) / calls / 1000)
+    finally:
+        gc.enable()
+    return Samples(tuple(values))
+
+
 def copy_bandwidth(rounds: int = 7, megabytes: int = 2048) -> Samples:
     """Device-to-device copy, GB/s counting bytes read and written."""
     source = torch.empty(megabytes * 2**20 // 2, dtype=torch.bfloat16, device="cuda").normal_()
@@ -141,6 +162,20 @@ def copy_bandwidth(rounds: int = 7, megabytes: int = 2048) -> Samples:
         end.synchronize()
         values.append(8 * moved / start.elapsed_time(end) / 1e6)
     return Samples(tuple(values))
+
+
+def resident_copy_bandwidth(rounds: int = 5) -> Samples:
+    """The same where both buffers stay in the L2: the time that 4 MiB more take, so that no launch counts."""
+    few, many = (_copy_chain(megabytes) for megabytes in (4, 8))
+    extra = 2 * 4 * 2**20
+    return Samples(tuple(extra / (many.microseconds() - few.microseconds()) / 1000 for _ in range(rounds)))
+
+
+def _copy_chain(megabytes: int) -> Chain:
+    source = torch.empty(megabytes * 2**20 // 2, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    # A kernel, since a copy proper may go through a copy engine. A chain hands its layers to the body, no more.
+    return Chain(lambda _: torch.neg(source, out=target), [None] * 24, keep=False)  # type: ignore[list-item, unused-ignore]
 
 
 def _content(graph: torch.cuda.CUDAGraph) -> Nodes | None:

@@ -1,7 +1,7 @@
 """Workload: the tensors of a chain of layers, laid out as a model hands them over, and the bytes due from them."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ RANK = 512
 ROPE_DIM = 64
 ROW = RANK + ROPE_DIM
 CACHE_ROWS = 65536
+POSITIONS = 8192
+"""Rows of the rotation table."""
 
 # Widths of the projections that q_rope and the key halves are slices of (DeepSeek-V3's and Kimi's).
 _Q_HEAD = 128 + ROPE_DIM
@@ -20,20 +22,23 @@ _FUSED = _Q_LORA + RANK + ROPE_DIM
 
 _POISON_OUT = 0xA5
 _POISON_CACHE = 0x3C
-_NAN = 0x7F
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One row of the table: H local heads, T tokens."""
+    """One row of the table: H local heads, T tokens, and whether the rotary columns are rotated."""
 
     heads: int
     tokens: int
+    rope: bool = False
 
     @property
     def bytes(self) -> int:
-        """What one layer must move: every bf16 input read once, every e4m3 output written once, and the slots."""
-        return self.tokens * ((self.heads + 1) * ROW * 3 + 8)
+        """What one layer must move: every bf16 input read once, every e4m3 output written once, and the slots.
+
+        With rope, each token's position and its fp32 row of the table as well.
+        """
+        return self.tokens * ((self.heads + 1) * ROW * 3 + 8 + self.rope * (8 + 4 * ROPE_DIM))
 
 
 class Layer(NamedTuple):
@@ -53,10 +58,21 @@ class Layer(NamedTuple):
     """``[T]`` int64, distinct slots in random order."""
     out: Tensor
     """``[T, H, 576]`` float8_e4m3fn."""
+    positions: Tensor | None = None
+    """``[T]`` int64, for cells with rope."""
+    cos_sin: Tensor | None = None
+    """``[8192, 64]`` float32, rows ``[cos | sin]``, one table for all layers."""
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        return self[:6]
+        return self[:6]  # type: ignore[return-value, unused-ignore]
+
+    @property
+    def rotation(self) -> dict[str, Tensor]:
+        """What a call is given beside :attr:`inputs`."""
+        if self.positions is None or self.cos_sin is None:
+            return {}
+        return {"positions": self.positions, "cos_sin_cache": self.cos_sin}
 
 
 class Due(NamedTuple):
@@ -95,6 +111,7 @@ def make_layers(cell: Cell, pools: Tensor, seed: int) -> list[Layer]:
         data = torch.where(spikes, data * 400.0, data).to(torch.bfloat16)
         return data.masked_fill_(data == 0, 1.0)
 
+    table = rotation_table(device) if cell.rope else None
     layers = []
     for pool in pools:
         product = values(heads, tokens, RANK)
@@ -110,9 +127,18 @@ def make_layers(cell: Cell, pools: Tensor, seed: int) -> list[Layer]:
                 pool,
                 slots,
                 torch.empty((tokens, heads, ROW), dtype=torch.float8_e4m3fn, device=device),
+                torch.randint(POSITIONS, (tokens,), generator=generator, device=device) if cell.rope else None,
+                table,
             )
         )
     return layers
+
+
+def rotation_table(device: torch.device) -> Tensor:
+    """``[8192, 64]`` float32: cosines, then sines, of position times 10000^(-2i/64)."""
+    frequencies = 10000.0 ** (-torch.arange(0, ROPE_DIM, 2, dtype=torch.float64) / ROPE_DIM)
+    angles = torch.arange(POSITIONS, dtype=torch.float64)[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=1).float().to(device)
 
 
 def make_due(layers: list[Layer]) -> list[Due]:
@@ -120,7 +146,7 @@ def make_due(layers: list[Layer]) -> list[Due]:
     due = []
     for layer in layers:
         cache = torch.full_like(layer.cache, _POISON_CACHE)
-        query = prepare_chain(*layer._replace(cache=cache).inputs)
+        query = prepare_chain(*layer._replace(cache=cache).inputs, **_rotation_of(layer))
         assert query is not None
         due.append(Due(query.view(torch.uint8), cache))
     return due
@@ -129,8 +155,9 @@ def make_due(layers: list[Layer]) -> list[Due]:
 def reference_holds_on_cpu(layer: Layer, due: Due) -> bool:
     """Whether the chain gives the same bytes on the CPU, where it takes another path through torch."""
     cache = torch.full_like(layer.cache, _POISON_CACHE, device="cpu")
-    q_nope, q_rope, k_nope, k_rope = (tensor.cpu() for tensor in layer[:4])
-    query = prepare_chain(q_nope, q_rope, k_nope, k_rope, cache, layer.loc.cpu())
+    inputs = {name: value for name, value in layer._asdict().items() if value is not None and name != "cache"}
+    moved = layer._replace(cache=cache, **{name: value.cpu() for name, value in inputs.items()})
+    query = prepare_chain(*moved.inputs, **_rotation_of(moved))
     assert query is not None
     return bool(torch.equal(query.view(torch.uint8), due.query.cpu()) and torch.equal(cache, due.cache.cpu()))
 
@@ -143,49 +170,5 @@ def poison(layers: list[Layer], queries: list[Tensor]) -> None:
         query.view(torch.uint8).fill_(_POISON_OUT)
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """How a contender's bytes compare with those due, over all its layers."""
-
-    query_bytes_wrong: int
-    cache_bytes_wrong: int
-    overflow_only: bool
-    """Every wrong byte is a NaN where the due one is ±448: torch's own cast before 2.13."""
-
-    @property
-    def verdict(self) -> str:
-        """``equal``, ``overflow`` (equal but for values e4m3 cannot hold) or ``WRONG``."""
-        if not self.query_bytes_wrong and not self.cache_bytes_wrong:
-            return "equal"
-        return "overflow" if self.overflow_only else "WRONG"
-
-    def to_dict(self) -> dict[str, object]:
-        return {
-            "verdict": self.verdict,
-            "query_bytes_wrong": self.query_bytes_wrong,
-            "cache_bytes_wrong": self.cache_bytes_wrong,
-        }
-
-
-def check(layers: list[Layer], queries: list[Tensor], due: list[Due]) -> Check:
-    """Compare results with the bytes due: whole queries, and whole caches, rows that must stay untouched too."""
-    wrong_query = wrong_cache = 0
-    overflow_only = True
-    for layer, query, wanted in zip(layers, queries, due, strict=True):
-        wrong, overflow = _compare(query.view(torch.uint8), wanted.query)
-        wrong_query += wrong
-        overflow_only &= overflow
-        wrong, overflow = _compare(layer.cache, wanted.cache)
-        wrong_cache += wrong
-        overflow_only &= overflow
-    return Check(wrong_query, wrong_cache, overflow_only)
-
-
-def _compare(found: Tensor, due: Tensor) -> tuple[int, bool]:
-    if found.shape != due.shape:
-        return due.numel(), False
-    if torch.equal(found, due):
-        return 0, True
-    differs = found != due
-    overflow = ((found & _NAN) == _NAN) & ((due & _NAN) == _NAN - 1)
-    return int(differs.sum()), not bool((differs & ~overflow).any())
+def _rotation_of(layer: Layer) -> dict[str, Any]:
+    return {"rope": "interleaved", **layer.rotation} if layer.rotation else {}

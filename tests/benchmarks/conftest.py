@@ -1,6 +1,6 @@
-"""The benchmarks are scripts: their modules import each other by bare name."""
+"""The benchmarks are scripts: their modules import each other by bare name, and so do the helpers here."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "benchmarks"), str(Path(__file__).resolve().parent)]
