@@ -109,7 +109,8 @@ def _cache_reasons(spec: KernelSpec, operands: Operands) -> Iterator[str]:
     if spec.page_size > 1:
         if not even and operands.page != spec.page_size:
             yield f"kv_cache in pages of {operands.page} rows, the kernel takes {spec.page_size}"
-        strides.append(("cache_page_stride", page_stride(spec, operands)))
+        if operands.rows > spec.page_size:
+            strides.append(("cache_page_stride", page_stride(spec, operands)))
     elif not even:
         yield "kv_cache in pages with gaps, the kernel takes evenly spaced rows"
     for field, stride in strides:

@@ -165,6 +165,18 @@ def test_another_variants_call_is_not_covered(emulation: Emulation, given: Call,
         handle(*operands, **options)
 
 
+def test_another_number_of_heads_is_not_covered_and_more_than_the_padding_is_refused(emulation: Emulation) -> None:
+    handle = emulation.handle(make(3, heads=3, pad_heads_to=8).spec)
+    for heads, error, words in (
+        (4, NotCovered, "4 heads"),
+        (9, ValueError, "^pad_heads_to: found 8; pass an int from 9"),
+    ):
+        given = make(3, heads=heads)
+        cache = given.pool.allocate(torch.device("cpu"))[1]
+        with pytest.raises(error, match=words):
+            handle(given.q_nope, given.q_rope, given.k_nope, given.k_rope, cache, given.loc)
+
+
 def test_an_option_of_the_kernel_must_be_given(emulation: Emulation) -> None:
     for option in ({"reserved_slot": 3}, {"q_scale_inv": torch.tensor(2.0)}, {"kv_scale_inv": torch.tensor(2.0)}):
         call = make(2, **option)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from kernel.calls import make
+from kernel.calls import E4M3, TENSORS, make
 from kernel.devices import Gpu
 
 from mlaprep.clients.launch import Launcher
@@ -65,49 +65,66 @@ def consumer(gpu: Gpu) -> Launcher:
 ONE_BLOCK = LaunchConfig((1, 1, 1), (256, 1, 1))
 
 
-@pytest.mark.parametrize("late", ["k_nope", "q_rope", "loc", "kv_scale_inv"])
-@pytest.mark.parametrize("elements", [8, 16])
+CASES = [
+    *(("fp8", elements, late) for elements in (8, 16) for late in TENSORS),
+    *(("same", 16, late) for late in TENSORS if late != "kv_scale_inv"),
+    *(("ds_mla", 16, late) for late in TENSORS if late != "kv_scale_inv"),
+]
+
+
+@pytest.mark.parametrize(("layout", "elements", "late"), CASES)
 def test_nothing_is_read_before_a_late_producer_wrote_it(
-    gpu: Gpu, producer: Launcher, consumer: Launcher, late: str, elements: int
+    gpu: Gpu, producer: Launcher, consumer: Launcher, layout: str, elements: int, late: str
 ) -> None:
-    scale = torch.tensor([0.5])
-    call = make(T, H, R, D, rows=S, kv_scale_inv=scale, fields={"elements_per_thread": elements})
-    names = ("q_nope", "q_rope", "k_nope", "k_rope", "loc", "kv_scale_inv")
-    final = {name: getattr(call, name).to(gpu.device) for name in names}
-    stale = {name: torch.zeros_like(tensor) for name, tensor in final.items()}
-    pools = torch.full((2, S, R + D), 0x5A, dtype=torch.uint8, device=gpu.device)
-    out = torch.zeros(T, H, R + D, dtype=torch.uint8, device=gpu.device).view(torch.float8_e4m3fn)
-    early, behind = torch.zeros_like(final[late]), torch.zeros_like(out.view(torch.uint8))
+    scales = {"q_scale_inv": torch.linspace(0.5, 2, T)}
+    if layout == "fp8":
+        scales["kv_scale_inv"] = torch.tensor([0.5])
+    fields = {"elements_per_thread": elements}
+    call = make(T, H, R, D, rows=S, layout=layout, rope="neox", fields=fields, **scales)
+    final = {name: getattr(call, name).to(gpu.device) for name in TENSORS if getattr(call, name) is not None}
+    live = {**final, late: torch.zeros_like(final[late])}
+    pools = [call.pool.allocate(gpu.device) for _ in range(2)]
+    itemsize = 2 if layout == "same" else 1
+    result = torch.zeros(T, H, (R + D) * itemsize, dtype=torch.uint8, device=gpu.device)
+    out = result.view(torch.bfloat16 if layout == "same" else E4M3)
+    early, behind = torch.zeros_like(final[late]), torch.zeros_like(result)
     handle = gpu.handle(call.spec)
 
-    def operands(tensors: dict[str, torch.Tensor], pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (*(tensors[name] for name in names[:4]), pool, tensors["loc"])
+    def cache(number: int) -> torch.Tensor:
+        view = pools[number][1]
+        return view.view(torch.bfloat16) if layout == "same" else view
 
     def words(tensor: torch.Tensor) -> int:
         return tensor.numel() * tensor.element_size() // 2
 
-    live = {**final, late: stale[late]}
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
+        wanted = prepare_chain(kv_cache=cache(1), layout=layout, rope="neox", **final).view(torch.uint8)
         raw = gpu.driver.current_stream(gpu.device.index)
         for _ in range(20):
             live[late].zero_()
-            pools[0].fill_(0x5A)
+            pools[0][0].fill_(call.pool.poison)
             early.zero_()
             producer(ONE_BLOCK, raw, (live[late].data_ptr(), final[late].data_ptr(), words(final[late]), CYCLES))
-            handle(*operands(live, pools[0]), kv_scale_inv=live["kv_scale_inv"], out=out)
+            handle(kv_cache=cache(0), out=out, **live)
             consumer(
                 ONE_BLOCK,
                 raw,
-                (early.data_ptr(), live[late].data_ptr(), words(early), behind.data_ptr(), out.data_ptr(), words(out)),
+                (
+                    early.data_ptr(),
+                    live[late].data_ptr(),
+                    words(early),
+                    behind.data_ptr(),
+                    result.data_ptr(),
+                    words(result),
+                ),
             )
             stream.synchronize()
-            wanted = prepare_chain(*operands(final, pools[1]), kv_scale_inv=final["kv_scale_inv"])
-            assert torch.equal(pools[0], pools[1])
-            assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
+            assert torch.equal(pools[0][0], pools[1][0])
+            assert torch.equal(result, wanted)
             # What the producer wrote is older than our kernel: a dependent of ours may read it without waiting.
             assert torch.equal(early.view(torch.uint8), final[late].view(torch.uint8))
-            assert torch.equal(behind, wanted.view(torch.uint8))
+            assert torch.equal(behind, wanted)
 
 
 def test_the_producer_here_is_late_enough_to_matter(gpu: Gpu, producer: Launcher, consumer: Launcher) -> None:
