@@ -1,6 +1,7 @@
 # make setup   an environment that serves and fetches (no torch)        make check   lint, types, import contracts
 # make demo    the whole way, from a spec to bytes a worker can load    make test    every test that needs no GPU
 # make serve   the service on 127.0.0.1:8400                            make bench   the kernel on this machine's GPU
+# make kernel-check   what a change to a template does to bytes, registers and machine code, in seconds
 #
 # PYTHON names the interpreter to start from, VENV where the environment goes, ARGS what is passed on.
 
@@ -20,10 +21,10 @@ inputs := $(shell cat pyproject.toml requirements.lock | sha256sum | cut -c1-16)
 runtime := $(VENV)/.runtime-$(inputs)
 develop := $(VENV)/.develop-$(inputs)
 
-.PHONY: help setup setup-dev demo test check serve bench docs lock clean
+.PHONY: help setup setup-dev demo test check kernel-check serve bench docs lock clean
 
 help:
-	@sed -n '1,5s/^# \{0,1\}//p' Makefile
+	@sed -n '1,6s/^# \{0,1\}//p' Makefile
 
 $(bin)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("mlaprep needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; pass PYTHON=…" if sys.version_info < (3, 11) else 0)'
@@ -59,6 +60,10 @@ check: $(develop)
 test: $(develop)
 	@tests/install-tools
 	@$(bin)/pytest -n 2 --dist loadfile $(ARGS)
+
+# What a change to a template does to bytes, registers and machine code, beside the last saved run.
+kernel-check: $(develop)
+	@PYTHONPATH=tests $(bin)/python -m sass.kernel_check $(ARGS)
 
 bench: $(develop)
 	@$(bin)/python benchmarks/bench_prepare.py $(ARGS)
