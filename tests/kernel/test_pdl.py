@@ -1,6 +1,8 @@
 """Programmatic dependent launch between neighbours that are as early and as late as they may be."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +13,13 @@ from mlaprep.clients.launch import Launcher
 from mlaprep.clients.plan import LaunchConfig
 from mlaprep.clients.reference import prepare_chain
 from mlaprep.templates.render import KernelSource
+from mlaprep.templates.spec import KernelSpec
 
 pytestmark = pytest.mark.gpu
 
 T, H, R, D, S = 8, 12, 512, 64, 32
-CYCLES = 150_000
-"""About 80 µs on an H200: many times what a launch takes."""
+CYCLES = 200_000
+"""About 100 µs on an H200: many times what a launch takes."""
 
 PRODUCER = """
 // Releases its dependents at once, takes its time, then copies 16-bit words.
@@ -143,3 +146,134 @@ def test_the_producer_here_is_late_enough_to_matter(gpu: Gpu, producer: Launcher
         stream.synchronize()
     assert (early == 0).all()
     assert (late == 1).all()
+
+
+REPEATS = 1000
+VARIANTS: dict[str, dict[str, object]] = {
+    "fp8": {"kv_scale": "scalar", "q_scale": "token", "reserved_slot": True, "dcp_world": 2},
+    "fp8, rotated": {"rope": "interleaved"},
+    "same, rotated": {"rope": "neox", "layout": "same"},
+    "ds_mla, rotated": {"rope": "interleaved", "layout": "ds_mla", "query_dtype": "input"},
+}
+
+
+class Late:
+    """Every input of a call in one buffer, so that one producer writes them all at once, late."""
+
+    def __init__(self, gpu: Gpu, spec: KernelSpec) -> None:
+        generator = torch.Generator().manual_seed(7)
+
+        def floats(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        inputs = {
+            "q_nope": floats(T, H, R).bfloat16(),
+            "q_rope": floats(T, H, D).bfloat16(),
+            "k_nope": floats(T, R).bfloat16(),
+            "k_rope": floats(T, D).bfloat16(),
+            "loc": torch.randperm(S, generator=generator)[:T],
+        }
+        if spec.rope != "none":
+            inputs |= {"positions": torch.arange(T) * 3, "cos_sin_cache": floats(64, D)}
+        if spec.q_scale == "token":
+            inputs["q_scale_inv"] = floats(T)
+        if spec.kv_scale != "none":
+            inputs["kv_scale_inv"] = torch.tensor([0.25])
+        self.sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in inputs.items()}
+        self.final = torch.zeros(sum(-(-size // 256) * 256 for size in self.sizes.values()), dtype=torch.uint8)
+        self.shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in inputs.items()}
+        for name, view in self.views(self.final).items():
+            view.copy_(inputs[name])
+        self.final = self.final.to(gpu.device)
+        self.live = torch.zeros_like(self.final)
+
+    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        found, offset = {}, 0
+        for name, size in self.sizes.items():
+            dtype, shape = self.shapes[name]
+            found[name] = buffer[offset : offset + size].view(dtype).view(shape)
+            offset += -(-size // 256) * 256
+        return found
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_thousand_late_producers(gpu: Gpu, producer: Launcher, consumer: Launcher, variant: str, graph: bool) -> None:
+    """producer (writes every input, late) -> kernel -> consumer that reads the producer's output ahead of its
+    wait, and cache and query behind it. With and without PDL the bytes are those of the chain."""
+    fields = VARIANTS[variant]
+    spec = KernelSpec(num_heads=H, **fields)  # type: ignore[arg-type]
+    late = Late(gpu, spec)
+    options = {"dcp_rank": 1} if spec.dcp_world > 1 else {}
+    if spec.reserved_slot:
+        options["reserved_slot"] = 0
+    chain_options = dict(
+        options,
+        layout=spec.layout,
+        query_dtype=spec.query_dtype,
+        rope=spec.rope,
+        dcp_world=spec.dcp_world,
+        tile_scale=None if spec.tile_scale == "none" else spec.tile_scale,
+    )
+    cache_dtype = torch.bfloat16 if spec.layout == "same" else torch.uint8
+    pools = torch.zeros(2, S, spec.cache_width, dtype=cache_dtype, device=gpu.device)
+    query_dtype = torch.float8_e4m3fn if spec.quantised_query else torch.bfloat16
+    out = torch.zeros(T, H, R + D, dtype=torch.uint8 if spec.quantised_query else torch.bfloat16, device=gpu.device)
+    result = out.view(query_dtype)
+    early = torch.zeros_like(late.live)
+    seen = torch.zeros(pools[0].nbytes + out.nbytes, dtype=torch.uint8, device=gpu.device)
+
+    def call(function: Any, buffer: torch.Tensor, pool: torch.Tensor, **more: Any) -> torch.Tensor:
+        tensors = late.views(buffer)
+        positional = [tensors.pop(name) for name in ("q_nope", "q_rope", "k_nope", "k_rope")]
+        return function(*positional, pool, tensors.pop("loc"), **tensors, **more)  # type: ignore[no-any-return]
+
+    pools[1].view(torch.uint8).fill_(0x5A)
+    wanted = call(prepare_chain, late.final, pools[1], **chain_options)
+    wrong = torch.zeros((), dtype=torch.int64, device=gpu.device)
+    words = late.live.nbytes // 2
+    for handle in (gpu.handle(spec), gpu.handle(replace(spec, pdl=False))):
+        handle.load(gpu.device)
+        stream = torch.cuda.Stream()
+
+        def chain(handle: Any = handle) -> None:
+            raw = gpu.driver.current_stream(gpu.device.index)
+            producer(ONE_BLOCK, raw, (late.live.data_ptr(), late.final.data_ptr(), words, CYCLES))
+            call(handle, late.live, pools[0], out=result, **options)
+            consumer(
+                ONE_BLOCK,
+                raw,
+                (
+                    early.data_ptr(),
+                    late.live.data_ptr(),
+                    words,
+                    seen.data_ptr(),
+                    pools.data_ptr(),
+                    pools[0].nbytes // 2,
+                ),
+            )
+            seen[pools[0].nbytes :].copy_(out.view(torch.uint8).view(-1))
+
+        with torch.cuda.stream(stream):
+            replay = chain
+            if graph:
+                captured = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(captured, stream=stream):
+                    chain()
+                replay = captured.replay
+            for _ in range(REPEATS):
+                late.live.zero_()
+                pools[0].view(torch.uint8).fill_(0x5A)
+                out.view(torch.uint8).fill_(0xA5)
+                early.zero_()
+                replay()
+                for found, right in (
+                    (pools[0], pools[1]),
+                    (out, wanted),
+                    (early, late.final),
+                    (seen[: pools[0].nbytes], pools[1]),
+                    (seen[pools[0].nbytes :], wanted),
+                ):
+                    wrong += (found.view(torch.uint8).view(-1) != right.view(torch.uint8).view(-1)).any()
+            stream.synchronize()
+        assert int(wrong) == 0
