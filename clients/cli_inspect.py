@@ -159,10 +159,10 @@ def _counterparts(other: str | None, artifacts: Sequence[KernelArtifact], build:
     elif isinstance(found, Path):
         return [inspect_cubin(read_cubin(found), found.name)] * len(artifacts)
     chosen = [_counterpart(artifact, found) for artifact in artifacts]
-    present = {each.key: each for each in chosen if each is not None}
-    if not present:
+    needed = {each.key: each for each in chosen if each is not None}
+    if not needed:
         raise SpecError(FieldProblem("diff", "a build without any of these kernels", "one that has one of them"))
-    inspections = dict(zip(present, inspect_all(present.values()), strict=True))
+    inspections = dict(zip(needed, inspect_all(needed.values()), strict=True))
     return [None if each is None else inspections[each.key] for each in chosen]
 
 
@@ -222,7 +222,7 @@ def _present_difference(item: Shown) -> None:
         _write([f"{name}: {'nothing to compare with' if found is None else f'the same as {found.one}'}"])
         return
     _write([f"{name}, since {found.one}:"])
-    _write(f"  {label(figure)} {before} → {after}" for figure, (before, after) in found.figures.items())
+    _write(f"  {_label(figure)} {before} → {after}" for figure, (before, after) in found.figures.items())
     changes = [f"{opcode} {before} → {after}" for opcode, (before, after) in found.opcodes.items()]
     more = len(changes) - _MOST_OPCODES
     if changes:
@@ -244,13 +244,13 @@ def _resources_table(inspections: Sequence[Inspection]) -> Table:
         counts = [column.get(row, 0) for column in columns]
         bad = row.startswith("spill") or row == "stack_bytes"
         table.add_row(
-            label(row),
+            _label(row),
             *(Text("?" if n is None else f"{n:,}", style="red" if bad and n else "") for n in counts),
         )
     return table
 
 
-def label(figure: str) -> str:
+def _label(figure: str) -> str:
     """A figure's name as people read it."""
     return figure.replace("_", " ")
 
