@@ -70,6 +70,7 @@ bench: $(develop)
 
 docs: $(develop)
 	@$(bin)/python docs/generate.py
+	@$(bin)/python benchmarks/document.py
 
 lock: | $(bin)/python
 	@$(bin)/python deploy/lock.py
