@@ -28,9 +28,9 @@ def test_checks_and_architectures_are_documented(page: str) -> None:
 
 
 def test_quoted_code_is_in_the_files_named_before_it(page: str, root: Path) -> None:
-    quotes = re.findall(r"```(?:python|jinja)\n(.*?)```", page, re.DOTALL)
+    quotes = re.findall(r"```diff\n(.*?)```", page, re.DOTALL)
     assert len(quotes) >= 8
-    before = re.split(r"```(?:python|jinja)\n.*?```", page, flags=re.DOTALL)
+    before = re.split(r"```diff\n.*?```", page, flags=re.DOTALL)
     named: list[str] = []
     for prose, quote in zip(before, quotes, strict=False):
         # A quote is from a file that its own section names, the last one first.
@@ -38,8 +38,8 @@ def test_quoted_code_is_in_the_files_named_before_it(page: str, root: Path) -> N
         files = re.findall(r"`((?:templates|clients|tests)/[\w/.]+\.(?:py|j2))`", section)
         named = files if "\n### " in prose else [*named, *files]
         texts = [(root / file).read_text() for file in named]
-        for line in filter(str.strip, quote.splitlines()):
-            assert any(line.rstrip() in text for text in texts), f"{line!r} is in none of {named}"
+        for line in quote.splitlines():
+            assert any(line.removeprefix("+") in text for text in texts), f"{line!r} is in none of {named}"
 
 
 def test_templates_are_documented(page: str, root: Path) -> None:
