@@ -24,7 +24,7 @@ from peer_sglang import Sglang
 from timing import Body, Chain, time_interleaved
 from torch import Tensor
 from verdict import check
-from workload import RANK, Cell, Due, Layer, cache_pools, make_due, make_layers, poison
+from workload import RANK, Cell, Layer, cache_pools, make_due, make_layers, poison
 
 from mlaprep.clients.launch import cuda_driver
 from mlaprep.templates.arch import Arch
@@ -92,10 +92,6 @@ def measure(cell: Cell, contenders: Contenders, pools: Tensor, rounds: int, seed
     products = Products(layers, seed)
     found: dict[str, Any] = {}
     for where in ("alone", "in_model"):
-        if where == "in_model":
-            for layer in layers:
-                products(layer)
-        due = make_due(layers)
         results: dict[str, dict[str, Any]] = {}
         chains: dict[str, Chain] = {}
         for contender in contenders.plain():
@@ -104,7 +100,7 @@ def measure(cell: Cell, contenders: Contenders, pools: Tensor, rounds: int, seed
             try:
                 body = contender.forms(cell, layers)[0].body
                 chain = Chain(products.ahead_of(body) if where == "in_model" else body, layers, keep=True)
-                results[contender.name] = verified(chain, due)
+                results[contender.name] = verified(chain)
                 chains[contender.name] = chain
             except Exception as error:
                 results[contender.name] = report.failure(error)
@@ -137,13 +133,16 @@ class Products:
         return run
 
 
-def verified(chain: Chain, due: list[Due]) -> dict[str, Any]:
-    """Poison, replay once, compare; and the launches of a layer in the captured graph."""
+def verified(chain: Chain) -> dict[str, Any]:
+    """Poison, replay once, compare; and the launches of a layer in the captured graph.
+
+    What is due is made of the inputs as the replay left them: a captured product need not round as an eager one.
+    """
     queries = [query for query in chain.queries if query is not None]
     poison(chain.layers, queries)
     chain.replay()
     torch.cuda.synchronize()
-    found: dict[str, Any] = {"check": check(chain.layers, queries, due).to_dict()}
+    found: dict[str, Any] = {"check": check(chain.layers, queries, make_due(chain.layers)).to_dict()}
     if chain.content is not None:
         found["launches_a_layer"] = round(chain.content.nodes / len(chain.layers), 3)
     return found

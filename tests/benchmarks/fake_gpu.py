@@ -24,6 +24,8 @@ from emulation.artifact import emulated_artifact
 from emulation.driver import EmulatedDriver, Region
 
 from mlaprep.clients.launch import LoadedKernel
+from mlaprep.kernels_cache.artifact import KernelArtifact
+from mlaprep.templates.spec import KernelSpec
 
 CACHE_ROWS = 128
 LAYERS = 2
@@ -34,6 +36,8 @@ class FakeDriver(EmulatedDriver):
 
     def __init__(self) -> None:
         super().__init__()
+        self.asked: set[str] = set()
+        """Variants that a run took from its directory of kernels."""
         self._regions = [Region(0, 2**64 - 1, 1)]
 
     def load(self, cubin: bytes, entry: str, device: int) -> LoadedKernel:
@@ -84,8 +88,13 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> FakeDriver:
         monkeypatch.setattr(torch.cuda, name, value)
     for module in (bench_host, bench_prepare, bench_verify_step, contenders, tune_prepare):
         monkeypatch.setattr(module, "cuda_driver", lambda: driver)
-    for module in (bench_host, contenders, tune_prepare):
-        monkeypatch.setattr(module, "obtain", lambda spec, arch, directory: emulated_artifact(spec))
+
+    def obtain(spec: KernelSpec, arch: object, directory: object) -> KernelArtifact:
+        driver.asked.add(spec.variant_id)
+        return emulated_artifact(spec)
+
+    for module in (bench_host, bench_prepare, contenders, tune_prepare):
+        monkeypatch.setattr(module, "obtain", obtain)
     monkeypatch.setattr(kernels, "compile_cubin", lambda *_: (b"", "none"))
     monkeypatch.setattr(contenders, "compile_floor", lambda arch, pdl: (b"", "none"))
     for module in (cells, bench_verify_step, tune_prepare):

@@ -52,12 +52,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str
     folder = tmp_path_factory.mktemp("whole")
     out, printed = folder / "record.json", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        install(patch, folder)
+        driver = install(patch, folder)
         shrink(patch)
         with one_set_of_peers(patch):
             status = run(bench_prepare, patch, *ARGUMENTS, "--out", out)
-    assert status == 0, printed.getvalue()
-    return json.loads(out.read_text("utf-8")), printed.getvalue()
+        said, asked, driver.asked = printed.getvalue(), driver.asked, set()
+        run(bench_prepare, patch, *ARGUMENTS, "--compile-only", "--cubins", folder, "--arch", "sm_90a")
+        assert asked == driver.asked, "compiled ahead is what a run calls"
+    assert status == 0, said
+    return json.loads(out.read_text("utf-8")), said
 
 
 def test_a_whole_run_leaves_a_complete_record(whole: tuple[dict[str, Any], str]) -> None:
@@ -182,6 +185,9 @@ def test_a_tuning_run_writes_the_plans_that_launches_read(
         monkeypatch.setattr(tune_prepare, name, value)
     out, plans = tmp_path / "tune.json", tmp_path / "clients" / "launch_plans.json"
     assert run(tune_prepare, monkeypatch, "--out", out, "--plans", plans) == 0
+    asked, gpu.asked = gpu.asked, set()
+    run(tune_prepare, monkeypatch, "--compile-only", "--cubins", tmp_path, "--arch", "sm_90a")
+    assert asked == gpu.asked, "compiled ahead is what a run calls"
     record = json.loads(out.read_text("utf-8"))
     assert record["complete"] is True
     assert {trial["verdict"] for trial in record["trials"]} == {"equal"}
