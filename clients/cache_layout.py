@@ -60,12 +60,8 @@ def cache_layout(layout: object, query_dtype: object = None, tile_scale: object 
         TypeError: not a string.
         ValueError: no such layout, or an option that the layout does not have.
     """
-    for name, value, default in (
-        ("layout", layout, "fp8"),
-        ("query_dtype", query_dtype, None),
-        ("tile_scale", tile_scale, None),
-    ):
-        if type(value) is not str and (value is not None or default is not None):
+    for name, value in (("layout", layout), ("query_dtype", query_dtype), ("tile_scale", tile_scale)):
+        if type(value) is not str and (value is not None or name == "layout"):
             raise TypeError(f"{name}: found a {kind_of(value)}; pass a string, one of {', '.join(_WORDS[name])}")
     return _settled(layout, query_dtype, tile_scale)
 
@@ -90,25 +86,26 @@ def cache_rows(value: object, layout: CacheLayout, inputs: "torch.dtype", rank: 
         ValueError: another shape or width, or rows that share memory.
     """
     cache = dense("kv_cache", value, layout.cache_dtypes(inputs), _SHAPES)
-    if cache.dim() not in (2, 3):
+    width, shape, strides = layout.width(rank, rope_dim), cache.shape, cache.stride()
+    if len(shape) == 2 and shape[1] == width and strides[1] == 1 and strides[0] >= width:  # the usual pool
+        return CacheRows(cache, shape[0], 1, strides[0], strides[0])
+    if len(shape) not in (2, 3):
         raise shape_error("kv_cache", cache, _SHAPES)
-    width, found = layout.width(rank, rope_dim), cache.shape[-1]
-    if found != width:
+    if shape[-1] != width:
         words = "R + 4 R/128 + 2 D" if layout.name == "ds_mla" else "R + D"
-        wider = f" (pool[..., :{width}] where the rest of a row is padding)" if found > width else ""
+        wider = f" (pool[..., :{width}] where the rest of a row is padding)" if shape[-1] > width else ""
         raise shape_error("kv_cache", cache, f"rows of {words} = {width} elements{wider} for layout {layout.name}")
     if overlaps(cache):
         raise ValueError("kv_cache: rows that share memory; pass a pool whose rows are distinct")
-    if cache.dim() == 2:
-        return CacheRows(cache, cache.shape[0], 1, cache.stride(0), cache.stride(0))
-    pages, page, _ = cache.shape
+    if len(shape) == 2:
+        return CacheRows(cache, shape[0], 1, strides[0], strides[0])
+    pages, page, _ = shape
+    page_stride, row_stride, _ = strides
     rows = pages * page
     if page == 1:
-        return CacheRows(cache.select(1, 0), rows, 1, cache.stride(0), cache.stride(0))
-    row_stride = cache.stride(1)
+        return CacheRows(cache.select(1, 0), rows, 1, page_stride, page_stride)
     if pages == 1:
         return CacheRows(cache.select(0, 0), rows, page, row_stride, page * row_stride)
-    page_stride = cache.stride(0)
     if rows and page_stride != page * row_stride:
         return CacheRows(cache, rows, page, row_stride, page_stride)
     return CacheRows(cache.flatten(0, 1), rows, page, row_stride, page * row_stride)
