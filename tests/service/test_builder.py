@@ -200,8 +200,10 @@ def test_the_queue_is_bounded_over_different_kernels(compiler: Compiler, arch: A
 
     with Builder(MemoryStore(), ScriptedCompiler(compiler, wait), queue_limit=4) as builder:
         threads = compiler.processes + 4
-        flights = [builder.begin(KernelSpec(num_heads=heads), arch) for heads in range(1, 1 + threads)]
-        wait_for(lambda: builder.stats().waiting == 0)
+        flights = []
+        for heads in range(1, 1 + threads):
+            flights.append(builder.begin(KernelSpec(num_heads=heads), arch))
+            wait_for(lambda: builder.stats().waiting == 0)
         flights += [builder.begin(KernelSpec(num_heads=100 + heads), arch) for heads in range(4)]
         with pytest.raises(QueueFull, match="4 kernels"):
             builder.begin(KernelSpec(num_heads=200), arch)
