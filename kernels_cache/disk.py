@@ -301,8 +301,7 @@ class DiskStore:
         self._counters.add("damaged")
         _log.warning("kernel cache: damaged entry %s/%s: %s", folder.where, name, reason)
         try:
-            if identity is None or folder.holds(name, identity):
-                housekeeping.quarantine(root, folder, name)
+            if housekeeping.quarantine(root, folder, name, identity):
                 self._counters.add("quarantined")
         except OSError as error:
             _log.warning("kernel cache: %s/%s stays where it is: %s", folder.where, name, error)
