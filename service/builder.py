@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import logging
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -17,6 +16,7 @@ from mlaprep.kernels_cache.key import cache_key, request_key
 from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.service.compiler import DEFAULT_QUEUE_LIMIT, Compiler
 from mlaprep.service.errors import BuildError, CompileFailed, CompilerUnavailable
+from mlaprep.service.forks import reset_when_forked
 from mlaprep.service.toolchain import compile_options, installed_nvrtc_version
 from mlaprep.service.workers import Workers
 from mlaprep.templates.arch import Arch
@@ -113,7 +113,8 @@ class Builder:
         self._negative_ttl_s = negative_ttl_s
         self._lock_timeout_s = lock_timeout_s
         self._queue_limit = queue_limit
-        self._reset()
+        self.reset()
+        reset_when_forked(self)
 
     @property
     def compiles(self) -> int:
@@ -169,8 +170,6 @@ class Builder:
         """
         check_target(spec, arch)
         target = (spec, arch)
-        if os.getpid() != self._pid:
-            self._reset()
         with self._lock:
             self._recall_failure(target)
             if (flight := self._flights.get(target)) is not None:
@@ -212,8 +211,6 @@ class Builder:
 
     def close(self) -> None:
         """Fail what waits and end the compile processes. Safe to repeat."""
-        if os.getpid() != self._pid:
-            return
         if self._owns_compiler:
             self.compiler.close()
         self._workers.close()
@@ -224,8 +221,8 @@ class Builder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _reset(self) -> None:
-        self._pid = os.getpid()
+    def reset(self) -> None:
+        """Back to nothing in flight, for a forked copy: flights and threads stayed with its parent."""
         self._lock = threading.Lock()
         self._workers = Workers(self.compiler.processes + _THREADS_BEYOND_PROCESSES, self._queue_limit)
         self._flights: dict[Target, Future[Built]] = {}
@@ -245,26 +242,35 @@ class Builder:
     def _build_or_raise(self, spec: KernelSpec, arch: Arch) -> Built:
         source = render(spec)
         try:
-            version = self.compiler.version()
+            # The installed wheel's version will do for the lock: of a herd of processes, those that find the
+            # kernel built when their turn comes never load NVRTC.
+            version = self.compiler.state().version or installed_nvrtc_version() or self.compiler.version()
+            with self.store.key_lock(_key(source, arch, version), self._lock_timeout_s):
+                return self._build_once(source, arch, version)
         except CompilerUnavailable:
             if (artifact := self._last_built(spec, arch)) is not None:
                 return Built(artifact, cached=True)
             raise
+
+    def _build_once(self, source: KernelSource, arch: Arch, version: str) -> Built:
+        """Look again, since whoever held the lock before may have built it, then compile."""
+        artifact = self._stored(_key(source, arch, version), source.spec, arch)
+        if artifact is None and (actual := self.compiler.version()) != version:
+            artifact = self._stored(_key(source, arch, actual), source.spec, arch)
+        cached = artifact is not None
+        if artifact is None:
+            self._require_buildable(arch)
+            artifact = self.compiler.compile(source, arch)
+            self._count("compiles")
+            self.store.publish(artifact)
+        self.store.link(_request(source.spec, arch), artifact.key)
+        return Built(artifact, cached)
+
+    def _require_buildable(self, arch: Arch) -> None:
         archs = self.compiler.archs()
         if arch not in archs:
-            found = f"an architecture that NVRTC {version} does not build"
+            found = f"an architecture that NVRTC {self.compiler.version()} does not build"
             raise SpecError(FieldProblem("arch", found, "one of " + ", ".join(map(str, archs))))
-        key = _key(source, arch, version)
-        with self.store.key_lock(key, self._lock_timeout_s):
-            # Whoever held the lock before may have built it.
-            artifact = self._stored(key, spec, arch)
-            cached = artifact is not None
-            if artifact is None:
-                artifact = self.compiler.compile(source, arch)
-                self._count("compiles")
-                self.store.publish(artifact)
-            self.store.link(_request(spec, arch), artifact.key)
-        return Built(artifact, cached)
 
     def _stored(self, key: str, spec: KernelSpec, arch: Arch) -> KernelArtifact | None:
         artifact = self.store.get(key)

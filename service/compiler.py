@@ -1,20 +1,16 @@
 """Compiler: KernelSource and Arch -> KernelArtifact, in a pool of child processes."""
 
 import contextlib
-import hashlib
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
-from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest, utc_now
-from mlaprep.kernels_cache.elf import check_cubin, complete_cubin
-from mlaprep.kernels_cache.errors import ArtifactError
-from mlaprep.kernels_cache.key import cache_key
+from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.service.child import ChildDied, CompileChild
 from mlaprep.service.errors import (
     RETRY_AFTER_S,
@@ -26,7 +22,8 @@ from mlaprep.service.errors import (
     CompileTimeout,
     QueueFull,
 )
-from mlaprep.service.resources import parse_resources
+from mlaprep.service.forks import reset_when_forked
+from mlaprep.service.product import check_source, make_artifact, shown
 from mlaprep.service.toolchain import Toolchain, buildable_archs, compile_options
 from mlaprep.service.workers import running_future
 from mlaprep.templates.arch import Arch
@@ -36,7 +33,6 @@ DEFAULT_TIMEOUT_S: Final = 30.0
 DEFAULT_MEMORY_BYTES: Final = 2 * 2**30
 DEFAULT_QUEUE_LIMIT: Final = 1024
 
-_MAX_LOG_SHOWN: Final = 4000
 _JOIN_TIMEOUT_S: Final = 5.0
 _CPU_MARGIN_S: Final = 2.0  # the wall clock is to end a compile; this limit holds where nobody watches it
 
@@ -95,7 +91,8 @@ class Compiler:
         self._queue_limit = queue_limit
         self._retry_s = retry_s
         self._command = command
-        self._reset()
+        self.reset()
+        reset_when_forked(self)
 
     def compile(self, source: KernelSource, arch: Arch) -> KernelArtifact:
         """The kernel, compiled now, whatever any cache holds.
@@ -111,7 +108,7 @@ class Compiler:
         """As :meth:`compile`, at once; the future holds the artifact or the error. It cannot be cancelled."""
         future: Future[KernelArtifact] = running_future()
         try:
-            _check_text(source.text)
+            check_source(source.text)
         except CompileFailed as error:
             future.set_exception(error)
             return future
@@ -141,7 +138,7 @@ class Compiler:
     @property
     def known_toolchain(self) -> Toolchain | None:
         """The compiler in use, if any process has run; starts nothing."""
-        return self._toolchain if os.getpid() == self._pid else None
+        return self._toolchain
 
     def start(self) -> None:
         """Start every process in the background, so that the first kernel does not wait for it.
@@ -182,8 +179,6 @@ class Compiler:
 
     def close(self) -> None:
         """Kill and reap every process; whatever waits or runs fails with BuilderClosed. Safe to repeat."""
-        if os.getpid() != self._pid:
-            return
         with self._lock:
             self._closed = True
             threads = list(self._threads)
@@ -205,9 +200,8 @@ class Compiler:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _reset(self) -> None:
-        """Nothing running. A forked copy comes here too: threads and processes stayed with its parent."""
-        self._pid = os.getpid()
+    def reset(self) -> None:
+        """Back to nothing running, for a forked copy: threads and processes stayed with its parent."""
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -221,8 +215,6 @@ class Compiler:
         self._compiles = self._crashes = self._timeouts = 0
 
     def _enqueue(self, job: _Job) -> None:
-        if os.getpid() != self._pid:
-            self._reset()
         with self._lock:
             if self._closed:
                 job.future.set_exception(BuilderClosed())
@@ -355,60 +347,7 @@ class Compiler:
             if reply.get("memory"):
                 child.close()  # what it holds is not given back, and the next source would suffer for it
                 raise ChildDied("the compiler ran out of memory")
-            raise CompileFailed(f"NVRTC refused the source: {reply.get('error')}", _shown(reply.get("log")))
+            raise CompileFailed(f"NVRTC refused the source: {reply.get('error')}", shown(reply.get("log")))
         with self._lock:
             self._compiles += 1
-        return _artifact(child.toolchain, source, arch, options, reply, raw)
-
-
-def _artifact(
-    toolchain: Toolchain,
-    source: KernelSource,
-    arch: Arch,
-    options: tuple[str, ...],
-    reply: Mapping[str, Any],
-    raw: bytes,
-) -> KernelArtifact:
-    log = str(reply.get("log"))
-    try:
-        cubin = complete_cubin(raw)
-        check_cubin(cubin, arch.name)
-        usage = parse_resources(log, source.entry)
-    except (ArtifactError, ValueError) as error:
-        raise CompileFailed(f"NVRTC gave no usable kernel for {arch}: {error}", _shown(log)) from None
-    manifest = Manifest(
-        variant_id=source.spec.variant_id,
-        spec=source.spec.to_dict(),
-        arch=arch.name,
-        key=cache_key(source=source.text, options=options, arch=arch.name, nvrtc_version=toolchain.version),
-        cubin_sha256=hashlib.sha256(cubin).hexdigest(),
-        cubin_size=len(cubin),
-        source_sha256=source.sha256,
-        entry=source.entry,
-        launch=source.launch,
-        registers=usage.registers,
-        spill_stores=usage.spill_stores,
-        spill_loads=usage.spill_loads,
-        stack_bytes=usage.stack_bytes,
-        shared_bytes=usage.shared_bytes,
-        nvrtc_version=toolchain.version,
-        options=options,
-        compile_ms=round(reply["compile_ms"], 3),
-        created_at=utc_now(),
-    )
-    return KernelArtifact(manifest, cubin, source.text)
-
-
-def _check_text(text: str) -> None:
-    # NVRTC takes a C string: what follows a NUL would be in the key and not in the code.
-    if "\0" in text:
-        raise CompileFailed("the source holds a NUL character, where the compiler would stop reading")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise CompileFailed("the source holds a lone surrogate, which no UTF-8 text can") from None
-
-
-def _shown(log: object) -> str:
-    text = str(log).strip()
-    return text if len(text) <= _MAX_LOG_SHOWN else f"{text[:_MAX_LOG_SHOWN]} [...]"
+        return make_artifact(child.toolchain, source, arch, options, reply, raw)
