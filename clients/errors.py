@@ -5,6 +5,7 @@
     MlaprepError
     ├── SpecError (also ValueError)        a specification, variant id, preset or architecture that cannot be
     │   └── UnsupportedSpecError           a valid value that this release does not generate
+    ├── TemplateError                      a template of the kernel that does not render; .template, .line
     ├── KernelUnavailable                  no tier had the kernel and none could build it; .attempts says why
     ├── ServiceError                       the kernel service gave no kernel
     │   ├── ServiceUnreachable             no usable answer within the deadline

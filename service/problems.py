@@ -25,7 +25,7 @@ from mlaprep.service.errors import (
     CompileTimeout,
     QueueFull,
 )
-from mlaprep.templates.errors import FieldProblem, SpecError, UnsupportedSpecError
+from mlaprep.templates.errors import FieldProblem, SpecError, TemplateError, UnsupportedSpecError
 
 MEDIA_TYPE: Final = "application/problem+json"
 TYPE_PREFIX: Final = "urn:mlaprep:problem:"
@@ -111,6 +111,8 @@ def problem_of(error: Exception) -> ProblemError:
             return invalid_fields(error.problems, "unknown-arch" if arch_only else "invalid-spec")
         case BuildError():
             return _of_build(error)
+        case TemplateError():  # says nothing of a request: templates are this installation's own
+            return ProblemError(500, "template-error", "A template of this service does not render", str(error))
         case AmbiguousKeyError():
             return ProblemError(
                 409, "ambiguous-prefix", "The prefix fits several kernels", "Give more digits, or all 64 of them."
@@ -129,7 +131,8 @@ def problem_of(error: Exception) -> ProblemError:
 
 def install(app: FastAPI) -> None:
     """Answer every error of an application with a problem."""
-    for kind in (ProblemError, SpecError, BuildError, AmbiguousKeyError, RequestValidationError, HTTPException):
+    kinds = (ProblemError, SpecError, TemplateError, BuildError, AmbiguousKeyError, RequestValidationError, HTTPException)
+    for kind in kinds:
         app.add_exception_handler(kind, _answer)
     app.add_exception_handler(Exception, _answer_unexpected)
 
