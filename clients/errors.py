@@ -95,7 +95,7 @@ class ServiceRefused(ServiceError):
 class ArtifactRejected(MlaprepError):
     """What a service or store sent is not the kernel that was asked for.
 
-    ``reason`` is a short slug: "reply", "source", "launch", or the reason of the artifact check that failed.
+    ``reason`` is a short slug: "reply", or the reason of the artifact check that failed.
     """
 
     def __init__(self, message: str, *, reason: str = "reply") -> None:

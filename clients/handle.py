@@ -15,7 +15,10 @@ from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
 from mlaprep.clients.plan import MAX_TOKENS, RowShape, plan_launch
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.errors import ArtifactError
+from mlaprep.kernels_cache.origin import require_own_call
 from mlaprep.templates.arch import Arch
+from mlaprep.templates.errors import SpecError
+from mlaprep.templates.render import render
 from mlaprep.templates.spec import DYNAMIC, KernelSpec
 
 if TYPE_CHECKING:
@@ -46,17 +49,21 @@ class KernelHandle:
     """One variant's kernel, callable.
 
     Raises:
-        ArtifactRejected: the artifact does not verify.
+        ArtifactRejected: the artifact does not verify, or is not called as this release calls its spec.
     """
 
     def __init__(self, artifact: KernelArtifact, driver: KernelDriver | None = None) -> None:
         manifest = artifact.manifest
         try:
             artifact.verify()
+            self.spec: Final = KernelSpec.from_dict(manifest.spec)
+            self.arch: Final = Arch(manifest.arch)
+            # Arguments go to the driver by the manifest's word: a wrong list is memory written at random.
+            require_own_call(manifest, render(self.spec))
         except ArtifactError as error:
             raise ArtifactRejected(f"asked for {manifest.variant_id}: {error}", reason=error.reason) from error
-        self.spec: Final = KernelSpec.from_dict(manifest.spec)
-        self.arch: Final = Arch(manifest.arch)
+        except SpecError as error:
+            raise ArtifactRejected(f"asked for {manifest.variant_id}: {error}", reason="wrong-spec") from error
         self.artifact: Final = artifact
         self._driver = driver
         self._names = tuple(name for name, _ in manifest.launch["parameters"])

@@ -84,10 +84,3 @@ def retry_after(response: "httpx.Response") -> float:
 def plain(text: str) -> str:
     """A peer's words, made fit for a log line or a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text[:500])
-
-
-def code_of(text: str) -> str:
-    """A source without its head comment."""
-    lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if not line.startswith("//")), len(lines))
-    return "\n".join(lines[start:])

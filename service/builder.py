@@ -13,6 +13,7 @@ from typing import Final, Self
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.errors import ArtifactError
 from mlaprep.kernels_cache.key import cache_key, request_key
+from mlaprep.kernels_cache.origin import require_own
 from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.service.compiler import DEFAULT_QUEUE_LIMIT, Compiler
 from mlaprep.service.errors import BuildError, CompileFailed, CompilerUnavailable
@@ -277,14 +278,14 @@ class Builder:
         if artifact is None:
             return None
         try:
-            artifact.verify(key=key, arch=arch.name, spec=spec.to_dict())
+            require_own(artifact, render(spec), arch.name, key=key)
         except ArtifactError as error:
             _log.warning("the stored kernel for %s on %s was refused: %s", spec.variant_id, arch, error)
             return None
         return artifact
 
     def _last_built(self, spec: KernelSpec, arch: Arch) -> KernelArtifact | None:
-        """The kernel that a link names, whichever compiler version it came from."""
+        """The kernel that a link names, whichever compiler version it came from: of today's source, or none."""
         key = self.store.resolve(_request(spec, arch))
         return None if key is None else self._stored(key, spec, arch)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +107,36 @@ def test_B046_what_is_no_cubin_never_reaches_a_driver(
     with pytest.raises(ArtifactRejected) as caught:
         KernelHandle(relabelled(artifact, bytes(cubin)), driver)
     assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        {},
+        {"parameters": None},
+        {"parameters": [["q_out"]]},
+        {"parameters": [["q_out", "pointer"], ["no_such", "u32"]]},
+        {"pdl": 1},
+        {"threads_per_row": 0},
+        {"rows_per_token": "13"},
+    ],
+)
+def test_launch_parameters_that_are_not_the_specs_never_reach_a_driver(
+    driver: EmulatedDriver, call: Call, launch: dict[str, Any]
+) -> None:
+    artifact = emulated_artifact(call.spec)
+    launch = artifact.manifest.launch | launch if launch else {}
+    with pytest.raises(ArtifactRejected, match="launch parameters") as caught:
+        KernelHandle(replace(artifact, manifest=replace(artifact.manifest, launch=launch)), driver)
+    assert caught.value.reason == "launch"
+
+
+def test_a_spec_that_cannot_be_never_reaches_a_driver(driver: EmulatedDriver, call: Call) -> None:
+    artifact = emulated_artifact(call.spec)
+    manifest = replace(artifact.manifest, spec=artifact.manifest.spec | {"num_heads": 0})
+    with pytest.raises(ArtifactRejected, match="num_heads") as caught:
+        KernelHandle(replace(artifact, manifest=manifest), driver)
+    assert caught.value.reason == "wrong-spec"
 
 
 def test_a_cold_handle_refuses_a_capture_and_a_loaded_one_does_not(

@@ -261,6 +261,18 @@ def test_a_link_to_another_kernel_is_a_miss(
         assert blind.get(spec, arch) is None
 
 
+def test_a_link_to_the_same_spec_of_another_source_is_a_miss(
+    builder: Builder, store: DiskStore, spec: KernelSpec, arch: Arch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = builder.compiler.compile(KernelSource(spec, render(spec).text + "// and more\n"), arch)
+    store.publish(other)
+    request = request_key(arch=arch.name, spec=spec.to_dict(), generator=templates_fingerprint())
+    store.link(request, other.key)
+    monkeypatch.setattr(builder_module, "installed_nvrtc_version", lambda: None)
+    with Builder(store, Compiler()) as blind:
+        assert blind.get(spec, arch) is None
+
+
 def test_B035_a_changed_template_is_a_new_key(
     builder: Builder, spec: KernelSpec, arch: Arch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
