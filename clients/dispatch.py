@@ -6,10 +6,11 @@ options alone, never on values.
 """
 
 import functools
-import os
+import threading
 from typing import TYPE_CHECKING, Final
 
 from mlaprep.clients.errors import NotCovered
+from mlaprep.clients.forks import forget_when_forked
 from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
 from mlaprep.clients.reference import prepare_chain
 from mlaprep.templates.errors import SpecError
@@ -58,6 +59,8 @@ def fused_prepare(
         q_nope, q_rope, k_nope, k_rope, kv_cache, loc, q_scale_inv=q_scale_inv, kv_scale_inv=kv_scale_inv, out=out
     )
     check_slot_rules(reserved_slot, dcp_world, dcp_rank, dcp_interleave, operands.page)
+    if client is not None and not callable(getattr(client, "serving_handle", None)):
+        raise TypeError(f"client is a {type(client).__name__}; give a KernelClient, or none for the default one")
     if operands.device.type != "cuda":
         return None
     spec = _spec(operands, reserved_slot is not None, dcp_world, dcp_interleave)
@@ -148,14 +151,36 @@ def prepare(
 
 def default_client() -> "KernelClient":
     """The process's client, made from the environment at first use (anew in a forked child)."""
-    return _client_of(os.getpid())
+    return _default.get()
 
 
-@functools.cache
-def _client_of(pid: int) -> "KernelClient":
-    from mlaprep.clients.client import KernelClient
+class _DefaultClient:
+    """Holds the one client of a process, however many threads ask for it first."""
 
-    return KernelClient()
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Back to no client, with a lock that nobody holds."""
+        self._lock = threading.Lock()
+        self._client: KernelClient | None = None
+
+    def get(self) -> "KernelClient":
+        client = self._client  # without the lock, since prepare comes here
+        return self._first() if client is None else client
+
+    def _first(self) -> "KernelClient":
+        from mlaprep.clients.client import KernelClient
+
+        # Before the lock is taken: a fork while another thread holds it would leave it held in the child.
+        forget_when_forked(self)
+        with self._lock:
+            if self._client is None:
+                self._client = KernelClient()
+            return self._client
+
+
+_default: Final = _DefaultClient()
 
 
 def load_variant(variant_id: str, arch: str) -> "KernelHandle":
