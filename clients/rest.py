@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from mlaprep.clients.errors import ArtifactRejected, ServiceError, ServiceRefused, ServiceUnreachable
-from mlaprep.clients.forks import forget_when_forked
 from mlaprep.clients.replies import field_problems, parse_json, plain, problem_of, read_body, retry_after
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.errors import ArtifactError
+from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.kernels_cache.origin import FOREIGN, require_own
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.errors import FieldProblem, SpecError

@@ -12,12 +12,12 @@ from typing import Final, Self
 
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.errors import ArtifactError
+from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.kernels_cache.key import cache_key, request_key
 from mlaprep.kernels_cache.origin import require_own
 from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.service.compiler import DEFAULT_QUEUE_LIMIT, Compiler
 from mlaprep.service.errors import BuildError, CompileFailed, CompilerUnavailable
-from mlaprep.service.forks import reset_when_forked
 from mlaprep.service.toolchain import compile_options, installed_nvrtc_version
 from mlaprep.service.workers import Workers
 from mlaprep.templates.arch import Arch
@@ -114,8 +114,8 @@ class Builder:
         self._negative_ttl_s = negative_ttl_s
         self._lock_timeout_s = lock_timeout_s
         self._queue_limit = queue_limit
-        self.reset()
-        reset_when_forked(self)
+        self.forget()
+        forget_when_forked(self)
 
     @property
     def compiles(self) -> int:
@@ -222,7 +222,7 @@ class Builder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def reset(self) -> None:
+    def forget(self) -> None:
         """Back to nothing in flight, for a forked copy: flights and threads stayed with its parent."""
         self._lock = threading.Lock()
         self._workers = Workers(self.compiler.processes + _THREADS_BEYOND_PROCESSES, self._queue_limit)

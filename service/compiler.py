@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
 from mlaprep.kernels_cache.artifact import KernelArtifact
+from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.service.child import ChildDied, CompileChild
 from mlaprep.service.errors import (
     RETRY_AFTER_S,
@@ -22,7 +23,6 @@ from mlaprep.service.errors import (
     CompileTimeout,
     QueueFull,
 )
-from mlaprep.service.forks import reset_when_forked
 from mlaprep.service.product import check_source, make_artifact, shown
 from mlaprep.service.toolchain import Toolchain, buildable_archs, compile_options
 from mlaprep.service.workers import running_future
@@ -91,8 +91,8 @@ class Compiler:
         self._queue_limit = queue_limit
         self._retry_s = retry_s
         self._command = command
-        self.reset()
-        reset_when_forked(self)
+        self.forget()
+        forget_when_forked(self)
 
     def compile(self, source: KernelSource, arch: Arch) -> KernelArtifact:
         """The kernel, compiled now, whatever any cache holds.
@@ -200,7 +200,7 @@ class Compiler:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def reset(self) -> None:
+    def forget(self) -> None:
         """Back to nothing running, for a forked copy: threads and processes stayed with its parent."""
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
