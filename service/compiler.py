@@ -1,6 +1,7 @@
 """Compiler: KernelSource and Arch -> KernelArtifact, in a pool of child processes."""
 
 import contextlib
+import logging
 import os
 import queue
 import threading
@@ -35,6 +36,8 @@ DEFAULT_QUEUE_LIMIT: Final = 1024
 
 _JOIN_TIMEOUT_S: Final = 5.0
 _CPU_MARGIN_S: Final = 2.0  # the wall clock is to end a compile; this limit holds where nobody watches it
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +149,8 @@ class Compiler:
         Where there was no compiler it is looked for again, once the time to retry has come.
         """
         with self._lock:
-            while not self._closed and len(self._threads) < self.processes:
-                self._start_thread()
+            while not self._closed and len(self._threads) < self.processes and self._start_thread():
+                pass
             again = self._down is not None and time.monotonic() >= self._down_until and not self._queued
         if again:
             self._enqueue(_Job(running_future(), lambda child: child.toolchain))
@@ -223,24 +226,39 @@ class Compiler:
             elif self._queued >= self._queue_limit:
                 job.future.set_exception(QueueFull(self._queue_limit))
             else:
-                self._queued += 1
-                self._jobs.put(job)
-                if self._queued > self._idle and len(self._threads) < self.processes:
+                if self._queued >= self._idle and len(self._threads) < self.processes:
                     self._start_thread()
+                if self._threads:
+                    self._queued += 1
+                    self._jobs.put(job)
+                else:
+                    job.future.set_exception(CompileCrashed("no thread can be started for the compiler"))
 
-    def _start_thread(self) -> None:
+    def _start_thread(self) -> bool:
         thread = threading.Thread(target=self._work, name="mlaprep-compile", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # out of threads or memory: those there are go on
+            _log.warning("the compiler goes on with %d threads: %s", len(self._threads), error)
+            return False
         self._threads.append(thread)
-        thread.start()
+        return True
 
     def _work(self) -> None:
-        """One thread owns one child: it starts it, talks to it, replaces and reaps it."""
+        """One thread owns one child: it starts it, talks to it, replaces and reaps it.
+
+        Nothing that a child or a job does ends the thread: a pool must not wear away.
+        """
         child: CompileChild | None = None
         while True:
             if child is None:
                 # Ahead of the next job, so that it finds a warm process; that job meets a failure again.
-                with contextlib.suppress(BuildError):
+                try:
                     child = self._open()
+                except BuildError:
+                    pass
+                except BaseException:
+                    _log.exception("a compile process could not be started")
             with self._lock:
                 self._idle += 1
             job = self._jobs.get()
@@ -249,12 +267,22 @@ class Compiler:
                 self._queued -= job is not None
             if job is None:
                 break
-            child = self._settle(job, child)
+            try:
+                child = self._settle(job, child)
+            except BaseException as error:
+                _log.exception("a compile failed in an unforeseen way")
+                child = None
+                if not job.future.done():
+                    job.future.set_exception(CompileCrashed(f"the compiler failed in an unforeseen way: {error!r}"))
         if child is not None:
             self._discard(child)
 
     def _settle(self, job: _Job, child: CompileChild | None) -> CompileChild | None:
-        """Run a job, in a second process if the first dies; returns the child to go on with."""
+        """Run a job, in a second process if the first dies; returns the child to go on with.
+
+        Raises:
+            BaseException: what nobody foresaw. The child is gone then, and the job not settled.
+        """
         died: ChildDied | None = None
         for _ in range(2):
             try:
@@ -275,9 +303,12 @@ class Compiler:
                     self._timeouts += 1
                 self._discard(child)
                 return None
-            except Exception as error:
+            except BuildError as error:
                 job.future.set_exception(error)
                 return child
+            except BaseException:
+                self._discard(child)
+                raise
             else:
                 job.future.set_result(result)
                 return child
@@ -317,7 +348,7 @@ class Compiler:
         try:
             if not closed:
                 child.greet()
-        except (ChildDied, CompilerUnavailable):
+        except BaseException:
             self._discard(child)
             if not self._closed:
                 raise
@@ -332,10 +363,14 @@ class Compiler:
         return error.again()
 
     def _discard(self, child: CompileChild | None) -> None:
-        if child is not None:
+        if child is None:
+            return
+        try:
             child.close()
-            with self._lock, contextlib.suppress(ValueError):
-                self._children.remove(child)
+        except BaseException:
+            _log.exception("compile process %d may not have ended", child.pid)
+        with self._lock, contextlib.suppress(ValueError):
+            self._children.remove(child)
 
     def _compile_in(self, child: CompileChild, source: KernelSource, arch: Arch) -> KernelArtifact:
         options = compile_options(arch)
