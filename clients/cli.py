@@ -47,14 +47,6 @@ app: Final = typer.Typer(
 )
 
 
-@app.callback()
-def _before_every_command() -> None:
-    # Stamina reports retries through structlog where that is installed, whose default is to print on stdout.
-    from stamina.instrumentation import set_on_retry_hooks
-
-    set_on_retry_hooks(())
-
-
 @app.command("compile")
 @reports_errors
 def compile_(

@@ -1,17 +1,16 @@
 """KernelClient: gets kernels and loads them, for a worker."""
 
-import copy
 import logging
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
 from mlaprep.clients.errors import ArtifactRejected, DriverError, KernelNotReady, KernelUnavailable
-from mlaprep.clients.forks import forget_when_forked
 from mlaprep.clients.rest import DEFAULT_TIMEOUT_S, RestTransport
 from mlaprep.clients.supply import ClientStats, KernelBuilder, KernelSupply, Obtained
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.disk import open_default_store
+from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.errors import FieldProblem, SpecError
@@ -198,8 +197,6 @@ class KernelClient:
 
     def forget(self) -> None:
         """Back to the configuration alone; what a parent process still uses is left to it."""
-        if self._given_store is not None:
-            self._given_store = copy.copy(self._given_store)  # with locks that nobody holds
         self._supply.forget()
         self._serving = {}
 

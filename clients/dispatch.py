@@ -10,9 +10,9 @@ import threading
 from typing import TYPE_CHECKING, Final, TypedDict, Unpack
 
 from mlaprep.clients.coverage import coverage
-from mlaprep.clients.forks import forget_when_forked
 from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
 from mlaprep.clients.reference import prepare_chain
+from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.templates.errors import SpecError
 from mlaprep.templates.spec import KernelSpec, parse_variant_id
 

@@ -4,6 +4,7 @@
 
     MlaprepError
     ├── SpecError (also ValueError)        a specification, variant id, preset or architecture that cannot be
+    ├── TemplateError                      a template of the kernel that does not render; .template, .line
     ├── KernelUnavailable                  no tier had the kernel and none could build it; .attempts says why
     ├── ServiceError                       the kernel service gave no kernel
     │   ├── ServiceUnreachable             no usable answer within the deadline
@@ -92,7 +93,7 @@ class ServiceRefused(ServiceError):
 class ArtifactRejected(MlaprepError):
     """What a service or store sent is not the kernel that was asked for.
 
-    ``reason`` is a short slug: "reply", "source", "launch", or the reason of the artifact check that failed.
+    ``reason`` is a short slug: "reply", or the reason of the artifact check that failed.
     """
 
     def __init__(self, message: str, *, reason: str = "reply") -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from mlaprep.clients.errors import ArtifactRejected, ServiceUnreachable
+from mlaprep.kernels_cache.strict_json import parse_strict
 from mlaprep.templates.errors import FieldProblem
 
 if TYPE_CHECKING:
@@ -36,25 +37,15 @@ def read_body(response: "httpx.Response", deadline: float) -> bytes:
 
 
 def parse_json(body: bytes) -> Any:
-    """Strict JSON: no duplicate names, no NaN.
+    """The value of a reply in strict JSON.
 
     Raises:
         ArtifactRejected: anything else.
     """
-
-    def refuse_constant(_: str) -> None:
-        raise ValueError("a number that is not finite")
-
-    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        members = dict(pairs)
-        if len(members) != len(pairs):
-            raise ValueError("a name that stands twice")
-        return members
-
     try:
-        return json.loads(body, parse_constant=refuse_constant, object_pairs_hook=refuse_duplicates)
-    except (ValueError, RecursionError):
-        raise ArtifactRejected("the service sent a reply that is not JSON; is a proxy in between?") from None
+        return parse_strict(body, max_bytes=MAX_REPLY_BYTES)
+    except ValueError as error:
+        raise ArtifactRejected(f"the service sent {error}; is a proxy in between?") from None
 
 
 def problem_of(body: bytes) -> Mapping[str, Any]:
@@ -84,10 +75,3 @@ def retry_after(response: "httpx.Response") -> float:
 def plain(text: str) -> str:
     """A peer's words, made fit for a log line or a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text[:500])
-
-
-def code_of(text: str) -> str:
-    """A source without its head comment."""
-    lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if not line.startswith("//")), len(lines))
-    return "\n".join(lines[start:])

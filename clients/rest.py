@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import random
 import re
 import threading
 import time
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from mlaprep.clients.errors import ArtifactRejected, ServiceError, ServiceRefused, ServiceUnreachable
-from mlaprep.clients.forks import forget_when_forked
-from mlaprep.clients.replies import code_of, field_problems, parse_json, plain, problem_of, read_body, retry_after
+from mlaprep.clients.replies import field_problems, parse_json, plain, problem_of, read_body, retry_after
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.errors import ArtifactError
+from mlaprep.kernels_cache.forks import forget_when_forked
+from mlaprep.kernels_cache.origin import FOREIGN, require_own
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.errors import FieldProblem, SpecError
 from mlaprep.templates.render import KernelSource, render
@@ -34,7 +36,9 @@ COOL_DOWN_S: Final = 15.0
 """Seconds for which a service that did not answer is not asked again."""
 
 MAX_COOL_DOWN_S: Final = 60.0
-_ATTEMPTS: Final = 3
+_PAUSES_S: Final = (0.05, 0.1)
+"""Seconds at least between attempts; one attempt more than there are pauses."""
+
 _GOOD: Final = (200, 201)
 _TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _PATIENCE_S: Final = 1.0  # a service that asks for a longer pause is not retried
@@ -58,8 +62,8 @@ class RestTransport:
     costs ``timeout`` seconds at most, and is then left alone for a while.
 
     Every reply is checked in full: the manifest must be for the spec and the architecture asked, the bytes
-    must match their digests and their key, and the code must be what this release generates for the spec,
-    so a service of another release cannot slip in an outdated kernel.
+    must match their digests and their key, and the code, the entry point and the launch parameters must be
+    what this release generates for the spec, so a service of another release cannot slip in an outdated kernel.
 
     Args:
         url: base address, ``http://`` or ``https://``.
@@ -193,20 +197,16 @@ class RestTransport:
 
     def _ask(self, method: str, path: str, deadline: float, statuses: Container[int] = _GOOD) -> bytes:
         """The body of an answer with one of these statuses, transient failures retried while time remains."""
-        import stamina
-
-        retries = stamina.retry_context(
-            on=_is_transient,
-            attempts=_ATTEMPTS,
-            timeout=max(0.001, deadline - time.monotonic()),
-            wait_initial=0.05,
-            wait_max=0.5,
-            wait_jitter=0.1,
-        )
-        for attempt in retries:
-            with attempt:
+        for pause in _PAUSES_S:
+            try:
                 return self._ask_once(method, path, deadline, statuses)
-        raise AssertionError("stamina leaves its loop by an answer or an error")
+            except ServiceError as error:
+                # Spread out, so that workers that failed together do not come back together.
+                wait = max(error.retry_after, pause * random.uniform(1, 2))
+                if not _is_transient(error) or time.monotonic() + wait >= deadline:
+                    raise
+                time.sleep(wait)
+        return self._ask_once(method, path, deadline, statuses)
 
     def _ask_once(self, method: str, path: str, deadline: float, statuses: Container[int]) -> bytes:
         import httpx
@@ -274,33 +274,25 @@ class RestTransport:
             expected = render(spec)
             source = self._source(manifest, expected, envelope, path, deadline)
             artifact = KernelArtifact(manifest, cubin, source)
-            artifact.verify(spec=spec.to_dict(), arch=str(arch))
+            require_own(artifact, expected, str(arch))
         except ArtifactError as error:
-            raise ArtifactRejected(f"{self.url} sent a wrong kernel: {error}", reason=error.reason) from error
+            advice = _UPGRADE if error.reason in FOREIGN else ""
+            raise ArtifactRejected(f"{self.url} sent a wrong kernel: {error}{advice}", reason=error.reason) from error
         except (binascii.Error, ValueError) as error:
             raise ArtifactRejected(f"{self.url} sent a kernel that cannot be read: {plain(str(error))}") from error
-        if manifest.launch != expected.launch:
-            raise ArtifactRejected(f"{self.url} sent other launch parameters; {_UPGRADE}", reason="launch")
         return Reply(artifact, envelope.get("cached") is True)
 
     def _source(
         self, manifest: Manifest, expected: KernelSource, envelope: Mapping[str, Any], path: str, deadline: float
     ) -> str:
-        """The text the service compiled, which must be this release's own, its head comment apart.
-
-        The comment names the jinja2 version, and that may differ between machines.
-        """
+        """The text the service compiled; it differs from our own at least where its head names another jinja2."""
         if manifest.source_sha256 == expected.sha256:
             return expected.text
         text = envelope.get("source")
-        if not isinstance(text, str):
-            text = self._ask("GET", f"{path}/source", deadline).decode()
-        if code_of(text) != code_of(expected.text):
-            raise ArtifactRejected(f"{self.url} generates this kernel from another source; {_UPGRADE}", reason="source")
-        return text
+        return text if isinstance(text, str) else self._ask("GET", f"{path}/source", deadline).decode()
 
 
-_UPGRADE: Final = "bring service and worker to the same release of mlaprep"
+_UPGRADE: Final = "; bring service and worker to the same release of mlaprep"
 _ADVICE: Final[Mapping[int, str]] = {
     401: "; set a token (MLAPREP_TOKEN)",
     403: "; the token does not allow this",
@@ -328,7 +320,7 @@ def _checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def _is_transient(error: Exception) -> bool:
+def _is_transient(error: ServiceError) -> bool:
     if isinstance(error, ServiceRefused) and error.status not in _TRANSIENT:
         return False
-    return isinstance(error, ServiceError) and error.retry_after <= _PATIENCE_S
+    return error.retry_after <= _PATIENCE_S

@@ -15,10 +15,11 @@ from mlaprep.clients.rest import RestTransport
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.errors import ArtifactError
 from mlaprep.kernels_cache.key import request_key
+from mlaprep.kernels_cache.origin import find_own, require_own
 from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.errors import SpecError
-from mlaprep.templates.render import check_target, templates_fingerprint
+from mlaprep.templates.render import check_target, render, templates_fingerprint
 from mlaprep.templates.spec import KernelSpec
 
 Tier = Literal["memory", "disk", "service", "compiled"]
@@ -203,12 +204,19 @@ class KernelSupply:
                 attempts.append("not to be compiled here")
             else:
                 try:
-                    return self._compile(spec, arch, self._open_builder)
+                    obtained = self._compile(spec, arch, self._open_builder)
                 except SpecError:
                     raise
                 except MlaprepError as error:
                     attempts.append(str(error).partition("\n")[0])
                     cause = error
+                else:
+                    self.store.link(request, obtained.artifact.key)  # the builder found it where the link was lost
+                    return obtained
+            # Reads every manifest, so only before giving up.
+            if (artifact := find_own(self.store, render(spec), str(arch))) is not None:
+                self.store.link(request, artifact.key)
+                return self._count("disk", artifact, cached=True)
         with self._lock:
             self._counts["unavailable"] += 1
         if isinstance(cause, ArtifactRejected):
@@ -228,9 +236,9 @@ class KernelSupply:
         if artifact is None:
             return None
         try:
-            artifact.verify(key=key, spec=spec.to_dict(), arch=str(arch))
+            require_own(artifact, render(spec), str(arch), key=key)
         except ArtifactError as error:
-            # The alias is a hint that anybody may have written; the entry is for something else.
+            # The link is a hint that anybody may have written; the entry is for something else.
             _log.warning("local store: the entry for %s on %s was refused: %s", spec.variant_id, arch, error)
             with self._lock:
                 self._counts["rejected"] += 1
@@ -263,7 +271,10 @@ class KernelSupply:
                 self._builder = open_builder(store)
             builder = self._builder
         built = builder.get_or_compile(spec, arch)
-        built.artifact.verify(spec=spec.to_dict(), arch=str(arch))
+        try:
+            require_own(built.artifact, render(spec), str(arch))
+        except ArtifactError as error:
+            raise ArtifactRejected(f"compiled here: {error}", reason=error.reason) from error
         return self._count("disk" if built.cached else "compiled", built.artifact, cached=built.cached)
 
     def _keep(self, request: str, artifact: KernelArtifact) -> None:

@@ -1,8 +1,6 @@
 """KernelArtifact: a compiled kernel with its manifest and source, and the proof that the three belong together."""
 
 import hashlib
-import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -12,6 +10,7 @@ from typing import Any, Final, Self
 from mlaprep.kernels_cache.elf import MAX_CUBIN_BYTES, check_cubin
 from mlaprep.kernels_cache.errors import ArtifactError
 from mlaprep.kernels_cache.key import SCHEMA, cache_key, canonical_json, is_arch, is_digest, json_value, write_json
+from mlaprep.kernels_cache.strict_json import MAX_INTEGER, parse_strict
 
 MAX_MANIFEST_BYTES: Final = 64 * 2**10
 MAX_SOURCE_BYTES: Final = 4 * 2**20
@@ -22,7 +21,6 @@ _MAX_BRACKETS: Final = 1024  # bounds the nesting before the recursive parser se
 _MAX_PART_BYTES: Final = 16 * 2**10  # of spec, launch and options each, so that the whole stays readable
 _MAX_PART_BRACKETS: Final = 256
 _MAX_OPTIONS: Final = 64
-_MAX_INTEGER: Final = 2**63 - 1
 _MAX_MILLISECONDS: Final = 1e12
 _TEXTS: Final[Mapping[str, re.Pattern[str]]] = {
     "variant_id": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,511}", re.ASCII),
@@ -90,7 +88,7 @@ class Manifest:
             _require(name, is_digest(getattr(self, name)))
         for name in _COUNTS:
             count = getattr(self, name)
-            _require(name, type(count) is int and 0 <= count <= _MAX_INTEGER)
+            _require(name, type(count) is int and 0 <= count <= MAX_INTEGER)
         _require("cubin_size", 0 < self.cubin_size <= MAX_CUBIN_BYTES)
         _require("compile_ms", type(self.compile_ms) in (int, float))
         _require("compile_ms", 0 <= self.compile_ms <= _MAX_MILLISECONDS)
@@ -260,45 +258,9 @@ def _json_object(name: str, value: object) -> Any:
 
 def _parse(text: bytes | str, max_bytes: int = MAX_MANIFEST_BYTES, max_brackets: int = _MAX_BRACKETS) -> object:
     try:
-        data = text.encode() if isinstance(text, str) else bytes(text)
-        if len(data) > max_bytes:
-            raise ValueError("too long")
-        if data.count(b"{") + data.count(b"[") > max_brackets:
-            raise ValueError("too deep")
-        return json.loads(
-            data.decode(),
-            object_pairs_hook=_distinct,
-            parse_constant=_refuse,
-            parse_float=_finite,
-            parse_int=_bounded,
-        )
-    except (ValueError, RecursionError):
+        return parse_strict(text, max_bytes=max_bytes, max_brackets=max_brackets)
+    except ValueError:
         raise ArtifactError("manifest", "a manifest that is not the JSON it should be") from None
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) != len(pairs):
-        raise ValueError("a name given twice")
-    return members
-
-
-def _refuse(text: str) -> float:
-    raise ValueError(text)
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError("out of range")
-    return number
-
-
-def _bounded(text: str) -> int:
-    number = int(text) if len(text) <= 20 else _MAX_INTEGER + 1
-    if abs(number) > _MAX_INTEGER:
-        raise ValueError("out of range")
-    return number
 
 
 def _sha256(data: bytes) -> str:

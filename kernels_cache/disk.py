@@ -14,10 +14,10 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 from mlaprep.kernels_cache import housekeeping
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
@@ -55,7 +55,10 @@ _AGAIN: Final = frozenset({errno.ESTALE, errno.EBUSY, errno.ENOENT})
 # Something else stands where a directory should.
 _NO_FOLDER: Final = frozenset({errno.ENOTDIR, errno.ELOOP, errno.EACCES})
 
+_ELSEWHERE: Final = "point MLAPREP_CACHE_DIR at a directory that this user can make or owns, and others cannot write"
+
 _log = logging.getLogger(__name__)
+_Store = TypeVar("_Store", bound="DiskStore")
 
 
 class DiskStore:
@@ -71,6 +74,15 @@ class DiskStore:
     def __init__(self, root: Path, max_bytes: int = DISK_BYTES) -> None:
         if type(max_bytes) is not int or max_bytes < 0:
             raise StoreError("max_bytes must be an integer, 0 or more")
+        try:
+            self._configure(Path(os.path.realpath(root)), max_bytes)
+            self._open(create=True).close()
+        except (OSError, ValueError) as error:
+            reason = (isinstance(error, OSError) and error.strerror) or error
+            raise StoreError(f"no kernel cache can be kept at {root}: {reason}; {_ELSEWHERE}") from error
+
+    def _configure(self, root: Path, max_bytes: int) -> None:
+        self.root = root
         self.max_bytes = max_bytes
         self._counters = Counters()
         self._known_bytes: int | None = None
@@ -78,15 +90,11 @@ class DiskStore:
         self._last_touch = ("", 0.0)
         self._in_trouble = False
         self._swept = False
-        try:
-            self.root = Path(os.path.realpath(root))
-            self._open(create=True).close()
-        except (OSError, ValueError) as error:
-            raise StoreError(f"no kernel cache can be kept at {root}: {error}") from error
 
-    def __reduce__(self) -> tuple[type[Self], tuple[Path, int]]:
-        # A copy, in this process or another, is a store of its own over the same directory.
-        return type(self), (self.root, self.max_bytes)
+    def __reduce__(self) -> tuple[Callable[..., Self], tuple[type[Self], Path, int]]:
+        # A copy, in this process or another, is a store of its own over the same directory. Making it does not
+        # touch the disk: a directory that is gone by then gives misses, and comes back with the next publication.
+        return _unopened, (type(self), self.root, self.max_bytes)
 
     def get(self, key: str) -> KernelArtifact | None:
         artifact = self._look_up(key) if is_digest(key) else None
@@ -301,8 +309,7 @@ class DiskStore:
         self._counters.add("damaged")
         _log.warning("kernel cache: damaged entry %s/%s: %s", folder.where, name, reason)
         try:
-            if identity is None or folder.holds(name, identity):
-                housekeeping.quarantine(root, folder, name)
+            if housekeeping.quarantine(root, folder, name, identity):
                 self._counters.add("quarantined")
         except OSError as error:
             _log.warning("kernel cache: %s/%s stays where it is: %s", folder.where, name, error)
@@ -375,6 +382,12 @@ class DiskStore:
         self._added_bytes = 0
         self._counters.add("evicted", evicted)
         return evicted
+
+
+def _unopened(kind: type[_Store], root: Path, max_bytes: int) -> _Store:
+    store = kind.__new__(kind)
+    store._configure(root, max_bytes)
+    return store
 
 
 def open_default_store(environ: Mapping[str, str] | None = None) -> KernelStore:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mlaprep.kernels_cache.entries import measure
-from mlaprep.kernels_cache.files import TEMPORARY, Folder, descend, new_name
+from mlaprep.kernels_cache.files import TEMPORARY, Folder, Identity, descend, new_name
 from mlaprep.kernels_cache.hints import BLOBS, LINKS, drop_hint, iterate_hints
 from mlaprep.kernels_cache.key import is_arch, is_digest
 from mlaprep.kernels_cache.locks import try_lock_folder
@@ -87,13 +87,19 @@ def discard(root: Folder, arch: str, key: str) -> bool:
     return True
 
 
-def quarantine(root: Folder, folder: Folder, name: str) -> None:
-    """Set something damaged aside, where the last of its kind are kept for a look. Raises OSError."""
+def quarantine(root: Folder, folder: Folder, name: str, identity: Identity | None) -> bool:
+    """Set something damaged aside, where the last of its kind are kept for a look.
+
+    False where the name stands for something else than ``identity`` by now. Raises OSError.
+    """
     with root.make(QUARANTINE) as aside:
+        if identity is not None and not folder.holds(name, identity):
+            return False
         folder.move(name, aside, f"{time.time_ns():020d}-{name}-{new_name()[:8]}")
         for old in aside.names()[:-_KEPT_IN_QUARANTINE]:
             with contextlib.suppress(FileNotFoundError):
                 aside.remove(old)
+    return True
 
 
 @contextlib.contextmanager

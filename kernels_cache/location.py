@@ -1,6 +1,7 @@
 """Location: where this user's cache is and how large it may grow, read from the environment."""
 
 import os
+import pwd
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def default_cache_dir(environ: Mapping[str, str]) -> Path:
     """
     own = environ.get("MLAPREP_CACHE_DIR", "")
     shared = environ.get("XDG_CACHE_HOME", "")
-    home = environ.get("HOME", "") or os.path.expanduser("~")
+    home = environ.get("HOME", "") or _home_of_account()
     if own:
         return Path(own.replace("~", home, 1) if own.startswith("~/") else own).absolute()
     if os.path.isabs(shared):
@@ -39,3 +40,11 @@ def default_max_bytes(environ: Mapping[str, str]) -> int | None:
     if not (text.isascii() and text.isdecimal() and len(text) <= 18):
         raise StoreError("MLAPREP_CACHE_MAX_BYTES must be a number of bytes, digits only")
     return int(text)
+
+
+def _home_of_account() -> str:
+    """The home directory in the user database; ``os.path.expanduser`` takes the root where ``HOME`` is empty."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return ""

@@ -14,6 +14,7 @@ from typing import Final, Protocol, Self
 
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.errors import AmbiguousKeyError, StoreError
+from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.kernels_cache.key import is_digest
 
 MEMORY_BYTES: Final = 64 * 2**20
@@ -94,8 +95,13 @@ class Counters:
     """Counts behind a lock; names are those of :class:`StoreStats`."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
         self._stats = StoreStats()
+        self.forget()
+        forget_when_forked(self)
+
+    def forget(self) -> None:
+        """A lock that nobody holds; the counts go on."""
+        self._lock = Lock()
 
     def add(self, name: str, amount: int = 1) -> None:
         with self._lock:
@@ -114,12 +120,17 @@ class MemoryStore:
             raise StoreError("max_bytes must be an integer, 0 or more")
         self.max_bytes = max_bytes
         self._lock = RLock()
-        self._entries: OrderedDict[str, KernelArtifact] = OrderedDict()
-        self._blobs: dict[str, set[str]] = {}
-        self._links: OrderedDict[str, str] = OrderedDict()
-        self._key_locks: dict[str, tuple[Lock, int]] = {}
-        self._bytes = 0
         self._counters = Counters()
+        self._clear()
+        forget_when_forked(self)
+
+    def forget(self) -> None:
+        """Locks that nobody holds, and the entries, unless another thread was amid changing them."""
+        whole = self._lock.acquire(blocking=False)
+        self._lock = RLock()
+        self._key_locks.clear()
+        if not whole:
+            self._clear()
 
     def __reduce__(self) -> tuple[type[Self], tuple[int]]:
         # A copy, in this process or another, starts empty.
@@ -193,15 +204,20 @@ class MemoryStore:
             if held:
                 lock.release()
             with self._lock:
-                lock, users = self._key_locks[key]
-                if users == 1:
-                    del self._key_locks[key]
-                else:
+                lock, users = self._key_locks.pop(key, (lock, 1))  # gone where this process was forked meanwhile
+                if users > 1:
                     self._key_locks[key] = (lock, users - 1)
 
     def stats(self) -> StoreStats:
         with self._lock:
             return self._counters.stats(entries=len(self._entries), size=self._bytes)
+
+    def _clear(self) -> None:
+        self._entries: OrderedDict[str, KernelArtifact] = OrderedDict()
+        self._blobs: dict[str, set[str]] = {}
+        self._links: OrderedDict[str, str] = OrderedDict()
+        self._key_locks: dict[str, tuple[Lock, int]] = {}
+        self._bytes = 0
 
     def _make_room(self) -> None:
         while self._bytes > self.max_bytes:

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -21,8 +22,11 @@ from mlaprep.templates.spec import allowed_values, spec_json_schema
 MAX_DEPTH: Final = 16
 
 _MAX_DIGITS: Final = 18
-_STRING: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-_BRACKET: Final = re.compile(r"[\[\]{}]")
+# Each is one pass over a text, whatever it holds: none of them can try a second way through it.
+_ESCAPED: Final = re.compile(r"\\.", re.DOTALL)
+_STRING: Final = re.compile(r'"[^"]*"?')
+_NO_BRACKET: Final = re.compile(r"[^\[\]{}]+")
+_STEPS: Final = {"[": 1, "{": 1, "]": -1, "}": -1}
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _FORBIDDEN_TEXT: Final = re.compile("[\0\ud800-\udfff]")
 _SPEC_FIELDS: Final = frozenset(spec_json_schema()["properties"])
@@ -129,11 +133,9 @@ def _refused(field: str, found: str, allowed: str) -> ProblemError:
 
 
 def _depth(text: str) -> int:
-    depth = deepest = 0
-    for match in _BRACKET.finditer(_STRING.sub("", text)):
-        depth += 1 if match[0] in "[{" else -1
-        deepest = max(deepest, depth)
-    return deepest
+    """Deepest nesting of brackets outside strings, as far as a parser would get: it stops at a stray backslash."""
+    brackets = _NO_BRACKET.sub("", _STRING.sub("", _ESCAPED.sub("", text)))
+    return max(accumulate(map(_STEPS.__getitem__, brackets)), default=0)
 
 
 def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

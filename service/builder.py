@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import logging
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -13,7 +12,9 @@ from typing import Final, Self
 
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.errors import ArtifactError
+from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.kernels_cache.key import cache_key, request_key
+from mlaprep.kernels_cache.origin import require_own
 from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.service.compiler import DEFAULT_QUEUE_LIMIT, Compiler
 from mlaprep.service.errors import BuildError, CompileFailed, CompilerUnavailable
@@ -113,7 +114,8 @@ class Builder:
         self._negative_ttl_s = negative_ttl_s
         self._lock_timeout_s = lock_timeout_s
         self._queue_limit = queue_limit
-        self._reset()
+        self.forget()
+        forget_when_forked(self)
 
     @property
     def compiles(self) -> int:
@@ -169,8 +171,6 @@ class Builder:
         """
         check_target(spec, arch)
         target = (spec, arch)
-        if os.getpid() != self._pid:
-            self._reset()
         with self._lock:
             self._recall_failure(target)
             if (flight := self._flights.get(target)) is not None:
@@ -212,8 +212,6 @@ class Builder:
 
     def close(self) -> None:
         """Fail what waits and end the compile processes. Safe to repeat."""
-        if os.getpid() != self._pid:
-            return
         if self._owns_compiler:
             self.compiler.close()
         self._workers.close()
@@ -224,8 +222,8 @@ class Builder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _reset(self) -> None:
-        self._pid = os.getpid()
+    def forget(self) -> None:
+        """Back to nothing in flight, for a forked copy: flights and threads stayed with its parent."""
         self._lock = threading.Lock()
         self._workers = Workers(self.compiler.processes + _THREADS_BEYOND_PROCESSES, self._queue_limit)
         self._flights: dict[Target, Future[Built]] = {}
@@ -245,40 +243,49 @@ class Builder:
     def _build_or_raise(self, spec: KernelSpec, arch: Arch) -> Built:
         source = render(spec)
         try:
-            version = self.compiler.version()
+            # The installed wheel's version will do for the lock: of a herd of processes, those that find the
+            # kernel built when their turn comes never load NVRTC.
+            version = self.compiler.state().version or installed_nvrtc_version() or self.compiler.version()
+            with self.store.key_lock(_key(source, arch, version), self._lock_timeout_s):
+                return self._build_once(source, arch, version)
         except CompilerUnavailable:
             if (artifact := self._last_built(spec, arch)) is not None:
                 return Built(artifact, cached=True)
             raise
+
+    def _build_once(self, source: KernelSource, arch: Arch, version: str) -> Built:
+        """Look again, since whoever held the lock before may have built it, then compile."""
+        artifact = self._stored(_key(source, arch, version), source.spec, arch)
+        if artifact is None and (actual := self.compiler.version()) != version:
+            artifact = self._stored(_key(source, arch, actual), source.spec, arch)
+        cached = artifact is not None
+        if artifact is None:
+            self._require_buildable(arch)
+            artifact = self.compiler.compile(source, arch)
+            self._count("compiles")
+            self.store.publish(artifact)
+        self.store.link(_request(source.spec, arch), artifact.key)
+        return Built(artifact, cached)
+
+    def _require_buildable(self, arch: Arch) -> None:
         archs = self.compiler.archs()
         if arch not in archs:
-            found = f"an architecture that NVRTC {version} does not build"
+            found = f"an architecture that NVRTC {self.compiler.version()} does not build"
             raise SpecError(FieldProblem("arch", found, "one of " + ", ".join(map(str, archs))))
-        key = _key(source, arch, version)
-        with self.store.key_lock(key, self._lock_timeout_s):
-            # Whoever held the lock before may have built it.
-            artifact = self._stored(key, spec, arch)
-            cached = artifact is not None
-            if artifact is None:
-                artifact = self.compiler.compile(source, arch)
-                self._count("compiles")
-                self.store.publish(artifact)
-            self.store.link(_request(spec, arch), artifact.key)
-        return Built(artifact, cached)
 
     def _stored(self, key: str, spec: KernelSpec, arch: Arch) -> KernelArtifact | None:
         artifact = self.store.get(key)
         if artifact is None:
             return None
         try:
-            artifact.verify(key=key, arch=arch.name, spec=spec.to_dict())
+            require_own(artifact, render(spec), arch.name, key=key)
         except ArtifactError as error:
             _log.warning("the stored kernel for %s on %s was refused: %s", spec.variant_id, arch, error)
             return None
         return artifact
 
     def _last_built(self, spec: KernelSpec, arch: Arch) -> KernelArtifact | None:
-        """The kernel that a link names, whichever compiler version it came from."""
+        """The kernel that a link names, whichever compiler version it came from: of today's source, or none."""
         key = self.store.resolve(_request(spec, arch))
         return None if key is None else self._stored(key, spec, arch)
 

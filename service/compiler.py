@@ -1,20 +1,18 @@
 """Compiler: KernelSource and Arch -> KernelArtifact, in a pool of child processes."""
 
 import contextlib
-import hashlib
+import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
-from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest, utc_now
-from mlaprep.kernels_cache.elf import check_cubin, complete_cubin
-from mlaprep.kernels_cache.errors import ArtifactError
-from mlaprep.kernels_cache.key import cache_key
+from mlaprep.kernels_cache.artifact import KernelArtifact
+from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.service.child import ChildDied, CompileChild
 from mlaprep.service.errors import (
     RETRY_AFTER_S,
@@ -26,7 +24,7 @@ from mlaprep.service.errors import (
     CompileTimeout,
     QueueFull,
 )
-from mlaprep.service.resources import parse_resources
+from mlaprep.service.product import check_source, make_artifact, shown
 from mlaprep.service.toolchain import Toolchain, buildable_archs, compile_options
 from mlaprep.service.workers import running_future
 from mlaprep.templates.arch import Arch
@@ -36,9 +34,10 @@ DEFAULT_TIMEOUT_S: Final = 30.0
 DEFAULT_MEMORY_BYTES: Final = 2 * 2**30
 DEFAULT_QUEUE_LIMIT: Final = 1024
 
-_MAX_LOG_SHOWN: Final = 4000
 _JOIN_TIMEOUT_S: Final = 5.0
 _CPU_MARGIN_S: Final = 2.0  # the wall clock is to end a compile; this limit holds where nobody watches it
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,8 @@ class Compiler:
         self._queue_limit = queue_limit
         self._retry_s = retry_s
         self._command = command
-        self._reset()
+        self.forget()
+        forget_when_forked(self)
 
     def compile(self, source: KernelSource, arch: Arch) -> KernelArtifact:
         """The kernel, compiled now, whatever any cache holds.
@@ -111,7 +111,7 @@ class Compiler:
         """As :meth:`compile`, at once; the future holds the artifact or the error. It cannot be cancelled."""
         future: Future[KernelArtifact] = running_future()
         try:
-            _check_text(source.text)
+            check_source(source.text)
         except CompileFailed as error:
             future.set_exception(error)
             return future
@@ -141,7 +141,7 @@ class Compiler:
     @property
     def known_toolchain(self) -> Toolchain | None:
         """The compiler in use, if any process has run; starts nothing."""
-        return self._toolchain if os.getpid() == self._pid else None
+        return self._toolchain
 
     def start(self) -> None:
         """Start every process in the background, so that the first kernel does not wait for it.
@@ -149,8 +149,8 @@ class Compiler:
         Where there was no compiler it is looked for again, once the time to retry has come.
         """
         with self._lock:
-            while not self._closed and len(self._threads) < self.processes:
-                self._start_thread()
+            while not self._closed and len(self._threads) < self.processes and self._start_thread():
+                pass
             again = self._down is not None and time.monotonic() >= self._down_until and not self._queued
         if again:
             self._enqueue(_Job(running_future(), lambda child: child.toolchain))
@@ -182,8 +182,6 @@ class Compiler:
 
     def close(self) -> None:
         """Kill and reap every process; whatever waits or runs fails with BuilderClosed. Safe to repeat."""
-        if os.getpid() != self._pid:
-            return
         with self._lock:
             self._closed = True
             threads = list(self._threads)
@@ -205,9 +203,8 @@ class Compiler:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _reset(self) -> None:
-        """Nothing running. A forked copy comes here too: threads and processes stayed with its parent."""
-        self._pid = os.getpid()
+    def forget(self) -> None:
+        """Back to nothing running, for a forked copy: threads and processes stayed with its parent."""
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -221,8 +218,6 @@ class Compiler:
         self._compiles = self._crashes = self._timeouts = 0
 
     def _enqueue(self, job: _Job) -> None:
-        if os.getpid() != self._pid:
-            self._reset()
         with self._lock:
             if self._closed:
                 job.future.set_exception(BuilderClosed())
@@ -231,24 +226,39 @@ class Compiler:
             elif self._queued >= self._queue_limit:
                 job.future.set_exception(QueueFull(self._queue_limit))
             else:
-                self._queued += 1
-                self._jobs.put(job)
-                if self._queued > self._idle and len(self._threads) < self.processes:
+                if self._queued >= self._idle and len(self._threads) < self.processes:
                     self._start_thread()
+                if self._threads:
+                    self._queued += 1
+                    self._jobs.put(job)
+                else:
+                    job.future.set_exception(CompileCrashed("no thread can be started for the compiler"))
 
-    def _start_thread(self) -> None:
+    def _start_thread(self) -> bool:
         thread = threading.Thread(target=self._work, name="mlaprep-compile", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # out of threads or memory: those there are go on
+            _log.warning("the compiler goes on with %d threads: %s", len(self._threads), error)
+            return False
         self._threads.append(thread)
-        thread.start()
+        return True
 
     def _work(self) -> None:
-        """One thread owns one child: it starts it, talks to it, replaces and reaps it."""
+        """One thread owns one child: it starts it, talks to it, replaces and reaps it.
+
+        Nothing that a child or a job does ends the thread: a pool must not wear away.
+        """
         child: CompileChild | None = None
         while True:
             if child is None:
                 # Ahead of the next job, so that it finds a warm process; that job meets a failure again.
-                with contextlib.suppress(BuildError):
+                try:
                     child = self._open()
+                except BuildError:
+                    pass
+                except BaseException:
+                    _log.exception("a compile process could not be started")
             with self._lock:
                 self._idle += 1
             job = self._jobs.get()
@@ -257,12 +267,22 @@ class Compiler:
                 self._queued -= job is not None
             if job is None:
                 break
-            child = self._settle(job, child)
+            try:
+                child = self._settle(job, child)
+            except BaseException as error:
+                _log.exception("a compile failed in an unforeseen way")
+                child = None
+                if not job.future.done():
+                    job.future.set_exception(CompileCrashed(f"the compiler failed in an unforeseen way: {error!r}"))
         if child is not None:
             self._discard(child)
 
     def _settle(self, job: _Job, child: CompileChild | None) -> CompileChild | None:
-        """Run a job, in a second process if the first dies; returns the child to go on with."""
+        """Run a job, in a second process if the first dies; returns the child to go on with.
+
+        Raises:
+            BaseException: what nobody foresaw. The child is gone then, and the job not settled.
+        """
         died: ChildDied | None = None
         for _ in range(2):
             try:
@@ -283,9 +303,12 @@ class Compiler:
                     self._timeouts += 1
                 self._discard(child)
                 return None
-            except Exception as error:
+            except BuildError as error:
                 job.future.set_exception(error)
                 return child
+            except BaseException:
+                self._discard(child)
+                raise
             else:
                 job.future.set_result(result)
                 return child
@@ -325,7 +348,7 @@ class Compiler:
         try:
             if not closed:
                 child.greet()
-        except (ChildDied, CompilerUnavailable):
+        except BaseException:
             self._discard(child)
             if not self._closed:
                 raise
@@ -340,10 +363,14 @@ class Compiler:
         return error.again()
 
     def _discard(self, child: CompileChild | None) -> None:
-        if child is not None:
+        if child is None:
+            return
+        try:
             child.close()
-            with self._lock, contextlib.suppress(ValueError):
-                self._children.remove(child)
+        except BaseException:
+            _log.exception("compile process %d may not have ended", child.pid)
+        with self._lock, contextlib.suppress(ValueError):
+            self._children.remove(child)
 
     def _compile_in(self, child: CompileChild, source: KernelSource, arch: Arch) -> KernelArtifact:
         options = compile_options(arch)
@@ -355,60 +382,7 @@ class Compiler:
             if reply.get("memory"):
                 child.close()  # what it holds is not given back, and the next source would suffer for it
                 raise ChildDied("the compiler ran out of memory")
-            raise CompileFailed(f"NVRTC refused the source: {reply.get('error')}", _shown(reply.get("log")))
+            raise CompileFailed(f"NVRTC refused the source: {reply.get('error')}", shown(reply.get("log")))
         with self._lock:
             self._compiles += 1
-        return _artifact(child.toolchain, source, arch, options, reply, raw)
-
-
-def _artifact(
-    toolchain: Toolchain,
-    source: KernelSource,
-    arch: Arch,
-    options: tuple[str, ...],
-    reply: Mapping[str, Any],
-    raw: bytes,
-) -> KernelArtifact:
-    log = str(reply.get("log"))
-    try:
-        cubin = complete_cubin(raw)
-        check_cubin(cubin, arch.name)
-        usage = parse_resources(log, source.entry)
-    except (ArtifactError, ValueError) as error:
-        raise CompileFailed(f"NVRTC gave no usable kernel for {arch}: {error}", _shown(log)) from None
-    manifest = Manifest(
-        variant_id=source.spec.variant_id,
-        spec=source.spec.to_dict(),
-        arch=arch.name,
-        key=cache_key(source=source.text, options=options, arch=arch.name, nvrtc_version=toolchain.version),
-        cubin_sha256=hashlib.sha256(cubin).hexdigest(),
-        cubin_size=len(cubin),
-        source_sha256=source.sha256,
-        entry=source.entry,
-        launch=source.launch,
-        registers=usage.registers,
-        spill_stores=usage.spill_stores,
-        spill_loads=usage.spill_loads,
-        stack_bytes=usage.stack_bytes,
-        shared_bytes=usage.shared_bytes,
-        nvrtc_version=toolchain.version,
-        options=options,
-        compile_ms=round(reply["compile_ms"], 3),
-        created_at=utc_now(),
-    )
-    return KernelArtifact(manifest, cubin, source.text)
-
-
-def _check_text(text: str) -> None:
-    # NVRTC takes a C string: what follows a NUL would be in the key and not in the code.
-    if "\0" in text:
-        raise CompileFailed("the source holds a NUL character, where the compiler would stop reading")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise CompileFailed("the source holds a lone surrogate, which no UTF-8 text can") from None
-
-
-def _shown(log: object) -> str:
-    text = str(log).strip()
-    return text if len(text) <= _MAX_LOG_SHOWN else f"{text[:_MAX_LOG_SHOWN]} [...]"
+        return make_artifact(child.toolchain, source, arch, options, reply, raw)

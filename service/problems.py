@@ -27,7 +27,7 @@ from mlaprep.service.errors import (
     InspectError,
     QueueFull,
 )
-from mlaprep.templates.errors import FieldProblem, SpecError
+from mlaprep.templates.errors import FieldProblem, SpecError, TemplateError
 
 MEDIA_TYPE: Final = "application/problem+json"
 TYPE_PREFIX: Final = "urn:mlaprep:problem:"
@@ -120,6 +120,8 @@ def problem_of(error: Exception) -> ProblemError:
                 str(error),
                 headers={"retry-after": str(RETRY_AFTER_S)},
             )
+        case TemplateError():  # says nothing of a request: templates are this installation's own
+            return ProblemError(500, "template-error", "A template of this service does not render", str(error))
         case AmbiguousKeyError():
             return ProblemError(
                 409, "ambiguous-prefix", "The prefix fits several kernels", "Give more digits, or all 64 of them."
@@ -141,6 +143,7 @@ def install(app: FastAPI) -> None:
     for kind in (
         ProblemError,
         SpecError,
+        TemplateError,
         BuildError,
         InspectError,
         AmbiguousKeyError,

@@ -22,7 +22,9 @@ class Settings(BaseSettings):
         ValueError: a value out of range, or a bind address that others can reach without a token.
     """
 
-    model_config = SettingsConfigDict(env_prefix="MLAPREP_", extra="ignore", frozen=True, hide_input_in_errors=True)
+    model_config = SettingsConfigDict(
+        env_prefix="MLAPREP_", env_ignore_empty=True, extra="ignore", frozen=True, hide_input_in_errors=True
+    )
 
     host: str = Field(default="127.0.0.1", description="address to listen on; one that is not loopback needs a token")
     port: int = Field(default=8400, ge=0, le=65535, description="port to listen on; 0 picks a free one")

@@ -6,6 +6,7 @@ is an error, so no caller's text is ever part of a source.
 
 import functools
 import hashlib
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Final
 import jinja2
 
 from mlaprep.templates.arch import Arch
-from mlaprep.templates.errors import FieldProblem, SpecError
+from mlaprep.templates.errors import FieldProblem, SpecError, TemplateError
 from mlaprep.templates.signature import kernel_parameters
 from mlaprep.templates.spec import DYNAMIC, STRIDE_FIELDS, TILE, KernelSpec
 
@@ -59,9 +60,17 @@ class KernelSource:
 
 @functools.lru_cache(maxsize=4096)
 def render(spec: KernelSpec) -> KernelSource:
-    """The source of a spec: the same text for the same spec, in every process."""
-    template = _environment().get_template(_ROOT_TEMPLATE)
-    return KernelSource(spec, template.render(_context(spec)))
+    """The source of a spec: the same text for the same spec, in every process.
+
+    Raises:
+        TemplateError: a template has a mistake; its name and line are given.
+    """
+    context = _context(spec)
+    try:
+        text = _environment().get_template(_ROOT_TEMPLATE).render(context)
+    except Exception as error:  # nothing but the templates is evaluated here, so the mistake is theirs
+        raise _template_error(error) from error
+    return KernelSource(spec, text)
 
 
 def check_target(spec: KernelSpec, arch: Arch) -> None:
@@ -97,12 +106,27 @@ def _template_files() -> Mapping[str, str]:
 @functools.cache
 def _environment() -> jinja2.Environment:
     return jinja2.Environment(
-        loader=jinja2.DictLoader(_template_files()),
+        loader=jinja2.FunctionLoader(_load),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+
+
+def _load(name: str) -> tuple[str, str, None] | None:
+    # With a file name of its own each template shows in a traceback, with its line.
+    text = _template_files().get(name)
+    return None if text is None else (text, name, None)
+
+
+def _template_error(error: Exception) -> TemplateError:
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return TemplateError(error.name or _ROOT_TEMPLATE, error.lineno, error.message or "a syntax error")
+    places = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in _template_files()]
+    name, line = (places[-1].filename, places[-1].lineno or 0) if places else (_ROOT_TEMPLATE, 0)
+    told = error.message if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+    return TemplateError(name, line, told or type(error).__name__)
 
 
 def _rows_per_token(spec: KernelSpec) -> int:

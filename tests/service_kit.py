@@ -106,6 +106,12 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def cpu_seconds(pid: int) -> float:
+    """Time that a process has spent on a processor, all threads that still run."""
+    stats = [(task / "schedstat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return sum(int(stat.split()[0]) for stat in stats) / 1e9
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process runs; one that only waits to be reaped does not."""
     try:

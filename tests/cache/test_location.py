@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pwd
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,20 @@ def test_a_relative_place_is_below_the_current_directory() -> None:
     assert default_cache_dir({"MLAPREP_CACHE_DIR": "here"}) == Path.cwd() / "here"
 
 
+@pytest.mark.parametrize("home", [None, ""])
+def test_without_a_home_in_the_environment_the_user_database_names_it(
+    home: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Path(pwd.getpwuid(os.getuid()).pw_dir) / ".cache" / "mlaprep"
+    monkeypatch.setenv("HOME", "")
+    assert default_cache_dir({} if home is None else {"HOME": home}) == place
+
+
 def test_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    def nobody(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
     with pytest.raises(StoreError, match="MLAPREP_CACHE_DIR"):
         default_cache_dir({})
     assert isinstance(open_default_store({}), MemoryStore)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import fcntl
 import multiprocessing
 import os
 import random
@@ -19,6 +20,7 @@ from cache.samples import make_artifact, numbered, synthetic_cubin
 
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.disk import DiskStore
+from mlaprep.kernels_cache.files import Folder
 from mlaprep.kernels_cache.key import is_digest
 from mlaprep.kernels_cache.store import KernelStore, MemoryStore, TieredStore
 
@@ -481,3 +483,45 @@ def test_a_living_writer_is_not_swept(store: DiskStore) -> None:
         Renames(patch, 0, times=0).before = lambda: other.sweep(min_age_s=0) and None
         store.publish(real)
     assert store.get(ARTIFACT.key) == ARTIFACT
+
+
+def test_a_lock_file_replaced_while_it_is_taken_does_not_count(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = store.root / "locks" / f"{ARTIFACT.key}.lock"
+    real_flock, replaced = fcntl.flock, []
+
+    def flock(descriptor: int, operation: int) -> None:
+        if not replaced:
+            replaced.append(lock.stat().st_ino)
+            lock.unlink()
+            lock.touch(mode=0o600)
+        real_flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with store.key_lock(ARTIFACT.key, 5) as held, store.key_lock(ARTIFACT.key, 0.02) as again:
+        assert replaced
+        assert (held, again) == (True, False)
+
+
+def test_a_good_entry_that_replaced_a_damaged_one_is_not_set_aside(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.publish(ARTIFACT)
+    (store.root / "sm_90a" / ARTIFACT.key[:2] / ARTIFACT.key / "kernel.cubin").write_bytes(b"")
+    real_make = Folder.make
+
+    def make(folder: Folder, name: str, **named: bool) -> Folder:
+        if name == "quarantine":
+            with monkeypatch.context() as patch:
+                patch.setattr(Folder, "make", real_make)
+                other = DiskStore(store.root)
+                other.delete(ARTIFACT.key)
+                other.publish(ARTIFACT)
+        return real_make(folder, name, **named)
+
+    monkeypatch.setattr(Folder, "make", make)
+    store.get(ARTIFACT.key)
+    monkeypatch.undo()
+    assert store.get(ARTIFACT.key) == ARTIFACT
+    assert store.stats().damaged == 1

@@ -30,7 +30,7 @@ from mlaprep.kernels_cache.disk import DiskStore
 from mlaprep.kernels_cache.key import request_key
 from mlaprep.kernels_cache.store import KernelStore, MemoryStore
 from mlaprep.templates.arch import Arch
-from mlaprep.templates.render import templates_fingerprint
+from mlaprep.templates.render import render, templates_fingerprint
 from mlaprep.templates.spec import KernelSpec
 
 
@@ -100,6 +100,15 @@ class TestOrder:
         assert client.artifact(spec, arch) == artifact_of(spec)
 
 
+FOREIGN: dict[str, dict[str, Any]] = {
+    "source": {"source": render(KernelSpec(num_heads=12)).text + "// and more\n"},
+    "launch": {"launch": render(KernelSpec(num_heads=12)).launch | {"rows_per_token": 99}},
+    "entry": {"entry": "mla_prepare_fast"},
+    "variant-id": {"variant_id": KernelSpec(num_heads=16).variant_id},
+}
+"""Changes that leave an artifact of the spec whole, but make it another release's."""
+
+
 class TestRejection:
     @pytest.fixture
     def liar(self, service: FakeService) -> FakeService:
@@ -148,6 +157,84 @@ class TestRejection:
         store.publish(wrong)
         store.link(request_of(spec, arch), wrong.key)
         assert client.obtain(spec, arch).artifact.manifest.arch == "sm_90a"
+
+    @pytest.mark.parametrize("change", FOREIGN)
+    def test_a_link_to_a_foreign_kernel_of_the_same_spec_is_not_believed(
+        self, store: DiskStore, client: KernelClient, spec: KernelSpec, arch: Arch, change: str
+    ) -> None:
+        wrong = artifact_of(spec, nvrtc_version="12.8.93", **FOREIGN[change])
+        store.publish(wrong)
+        store.link(request_of(spec, arch), wrong.key)
+        assert client.obtain(spec, arch).tier == "service"
+        assert client.stats().rejected == 2  # before the lock is held, and after
+        assert store.resolve(request_of(spec, arch)) == artifact_of(spec).key
+
+    def test_a_foreign_kernel_of_the_same_spec_is_not_served_for_want_of_another(
+        self, store: DiskStore, spec: KernelSpec, arch: Arch
+    ) -> None:
+        for number, changes in enumerate(FOREIGN.values()):
+            store.publish(artifact_of(spec, nvrtc_version=f"12.8.{number}", **changes))
+        with pytest.raises(KernelUnavailable):
+            KernelClient(store=store, offline=True, on_miss="error").artifact(spec, arch)
+        assert store.resolve(request_of(spec, arch)) is None
+
+    def test_a_local_build_of_something_else_is_refused(self, spec: KernelSpec, arch: Arch) -> None:
+        class Foreign(FakeBuilder):
+            def get_or_compile(self, spec: KernelSpec, arch: Arch) -> Built:
+                return BuiltNow(artifact_of(spec, str(arch), entry="another"))
+
+        with pytest.raises(ArtifactRejected, match="another"):
+            supply_of(MemoryStore(), None, Foreign()).obtain(spec, arch)
+
+    def test_another_jinja_in_the_head_is_no_other_kernel(self, store: DiskStore, spec: KernelSpec, arch: Arch) -> None:
+        artifact = artifact_of(spec, source=render(spec).text.replace("// jinja2 ", "// jinja2 0"))
+        store.publish(artifact)
+        store.link(request_of(spec, arch), artifact.key)
+        assert KernelClient(store=store, offline=True, on_miss="error").obtain(spec, arch).artifact == artifact
+
+
+class TestLostLinks:
+    @pytest.fixture
+    def store(self, tmp_path: Path, spec: KernelSpec) -> DiskStore:
+        """Holds two builds of one kernel, and others, with no link to any."""
+        store = DiskStore(tmp_path / "store")
+        for artifact in (
+            artifact_of(spec, nvrtc_version="12.8.93", created_at="2025-01-31T12:00:00Z"),
+            artifact_of(spec),
+            artifact_of(spec, nvrtc_version="12.6.85", created_at="2024-01-31T12:00:00Z"),
+            artifact_of(spec, "sm_100a", created_at="2026-03-31T12:00:00Z"),
+            artifact_of(KernelSpec(num_heads=16), created_at="2026-03-31T12:00:00Z"),
+        ):
+            store.publish(artifact)
+        return store
+
+    @pytest.mark.parametrize("link", ["lost", "dangling", "wrong"])
+    def test_B043_the_latest_entry_is_found_and_linked_again(
+        self, store: DiskStore, spec: KernelSpec, arch: Arch, link: str
+    ) -> None:
+        if link != "lost":
+            wrong = "0" * 64 if link == "dangling" else artifact_of(KernelSpec(num_heads=16)).key
+            store.link(request_of(spec, arch), wrong)
+        obtained = KernelClient(store=store, offline=True, on_miss="error").obtain(spec, arch)
+        assert obtained.artifact == artifact_of(spec)
+        assert (obtained.tier, obtained.cached) == ("disk", True)
+        assert store.resolve(request_of(spec, arch)) == obtained.artifact.key
+
+    def test_serves_where_the_service_is_dead_and_nothing_can_be_compiled(
+        self, service: FakeService, store: DiskStore, spec: KernelSpec, arch: Arch
+    ) -> None:
+        service.answer = lambda request: problem(404, "kernel-not-built")
+        supply = supply_of(store, service.transport(), FakeBuilder(KernelUnavailable("no compiler")))
+        assert supply.obtain(spec, arch).tier == "disk"
+        assert supply.stats().unavailable == 0
+
+    def test_what_a_builder_found_is_linked(self, store: DiskStore, spec: KernelSpec, arch: Arch) -> None:
+        class Finder(FakeBuilder):
+            def get_or_compile(self, spec: KernelSpec, arch: Arch) -> Built:
+                return BuiltNow(artifact_of(spec, str(arch)), cached=True)
+
+        assert supply_of(store, None, Finder()).obtain(spec, arch).tier == "disk"
+        assert store.resolve(request_of(spec, arch)) == artifact_of(spec).key
 
 
 class TestMiss:

@@ -26,7 +26,7 @@ EXPORTS = [
     "prepare",
 ]
 
-HEAVY = ["cupy", "fastapi", "httpx", "mlaprep.service", "pydantic", "rich", "stamina", "starlette", "torch", "typer"]
+HEAVY = ["cupy", "fastapi", "httpx", "mlaprep.service", "pydantic", "rich", "starlette", "torch", "typer"]
 
 WATCHED = """
 import ctypes, socket, sys

@@ -135,6 +135,18 @@ def other_source(spec: KernelSpec) -> object:
     return reply_of(artifact_of(spec, source=source), source=source)
 
 
+def code_in_a_comment(spec: KernelSpec) -> object:
+    """Its head's last line goes on: the compiler reads the first line of code as a comment."""
+    source = render(spec).text.replace("\n\nusing", "\\\n\nusing", 1)
+    return reply_of(artifact_of(spec, source=source), source=source)
+
+
+def code_on_a_comments_line(spec: KernelSpec) -> object:
+    """A line separator for Python, none for the compiler."""
+    source = render(spec).text.replace("\n\nusing", "\u2028\nusing", 1)
+    return reply_of(artifact_of(spec, source=source), source=source)
+
+
 def not_cuda(spec: KernelSpec) -> object:
     cubin = artifact_of(spec).cubin
     return reply_of(artifact_of(spec, cubin=cubin[:18] + (62).to_bytes(2, "little") + cubin[20:]))
@@ -153,7 +165,11 @@ HOSTILE: dict[str, tuple[str, Callable[[KernelSpec], object]]] = {
     "relabelled-arch": ("elf", other_arch_relabelled),
     "not-cuda": ("elf", not_cuda),
     "other-source": ("source", other_source),
+    "code-in-a-comment": ("source", code_in_a_comment),
+    "code-on-a-comment's-line": ("source", code_on_a_comments_line),
     "other-launch": ("launch", changed(launch={"parameters": [["q_out", "pointer"]]})),
+    "other-entry": ("entry", changed(entry="mla_prepare_fast")),
+    "other-name": ("variant-id", changed(variant_id="mla_prepare-h16-r512-d64-bf16-fp8-norope-i64-pdl")),
     "other-key": ("key-mismatch", with_manifest(key="0" * 64)),
     "other-compiler": ("key-mismatch", with_manifest(nvrtc_version="11.0.1")),
     "unknown-member": ("manifest", with_manifest(path="/etc/passwd")),
@@ -269,6 +285,30 @@ class TestTransientFailures:
         service.answer = answering(failure, failure, good)
         service.transport().fetch(spec, arch)
         assert len(service.requests) == 3
+
+    def test_are_told_to_nobody_but_the_caller(
+        self, service: FakeService, spec: KernelSpec, arch: Arch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        service.answer = answering(httpx.ConnectError("refused"))
+        with pytest.raises(ServiceUnreachable):
+            service.transport().fetch(spec, arch)
+        assert len(service.requests) == 3
+        assert capfd.readouterr() == ("", "")
+
+    def test_a_short_retry_after_is_kept_to(self, service: FakeService, spec: KernelSpec, arch: Arch) -> None:
+        busy = httpx.Response(503, headers={"retry-after": "1"})
+        service.answer = answering(busy, httpx.Response(200, json=reply_of(artifact_of(spec))))
+        began = time.monotonic()
+        service.transport().fetch(spec, arch)
+        assert time.monotonic() - began >= 1
+
+    def test_are_not_retried_beyond_the_deadline(self, service: FakeService, spec: KernelSpec, arch: Arch) -> None:
+        service.answer = lambda request: httpx.Response(503, headers={"retry-after": "1"})
+        began = time.monotonic()
+        with pytest.raises(ServiceUnreachable, match="503"):
+            service.transport(timeout=0.5).fetch(spec, arch)
+        assert time.monotonic() - began < 0.5
+        assert len(service.requests) == 1
 
     @pytest.mark.parametrize("status", [400, 404, 409, 413, 422, 501])
     def test_final_answers_are_not(self, service: FakeService, spec: KernelSpec, arch: Arch, status: int) -> None:

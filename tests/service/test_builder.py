@@ -32,14 +32,14 @@ import json, sys
 from pathlib import Path
 from mlaprep.kernels_cache.disk import DiskStore
 from mlaprep.service.builder import Builder
-from mlaprep.service.compiler import Compiler
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.spec import KernelSpec
-with Builder(DiskStore(Path(sys.argv[1])), Compiler(processes=1)) as builder:
+with Builder(DiskStore(Path(sys.argv[1]))) as builder:
     print("here", flush=True)
     sys.stdin.readline()
     built = builder.get_or_compile(KernelSpec(num_heads=12), Arch("sm_100a"))
-    print(json.dumps([built.artifact.digest, built.cached, builder.compiles]), flush=True)
+    started = builder.compiler.state().status != "idle"
+    print(json.dumps([built.artifact.digest, started, builder.compiles]), flush=True)
 """
 
 
@@ -121,6 +121,7 @@ def test_B023_sixteen_processes_compile_once(tmp_path: Path) -> None:
     answers = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
     assert len({digest for digest, _, _ in answers}) == 1
     assert sum(compiles for _, _, compiles in answers) == 1
+    assert [started for _, started, _ in answers].count(True) == 1  # the others never load NVRTC
     assert not list((root / "tmp").iterdir())
 
 
@@ -200,8 +201,10 @@ def test_the_queue_is_bounded_over_different_kernels(compiler: Compiler, arch: A
 
     with Builder(MemoryStore(), ScriptedCompiler(compiler, wait), queue_limit=4) as builder:
         threads = compiler.processes + 4
-        flights = [builder.begin(KernelSpec(num_heads=heads), arch) for heads in range(1, 1 + threads)]
-        wait_for(lambda: builder.stats().waiting == 0)
+        flights = []
+        for heads in range(1, 1 + threads):
+            flights.append(builder.begin(KernelSpec(num_heads=heads), arch))
+            wait_for(lambda: builder.stats().waiting == 0)
         flights += [builder.begin(KernelSpec(num_heads=100 + heads), arch) for heads in range(4)]
         with pytest.raises(QueueFull, match="4 kernels"):
             builder.begin(KernelSpec(num_heads=200), arch)
@@ -258,6 +261,18 @@ def test_a_link_to_another_kernel_is_a_miss(
         assert blind.get(spec, arch) is None
 
 
+def test_a_link_to_the_same_spec_of_another_source_is_a_miss(
+    builder: Builder, store: DiskStore, spec: KernelSpec, arch: Arch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = builder.compiler.compile(KernelSource(spec, render(spec).text + "// and more\n"), arch)
+    store.publish(other)
+    request = request_key(arch=arch.name, spec=spec.to_dict(), generator=templates_fingerprint())
+    store.link(request, other.key)
+    monkeypatch.setattr(builder_module, "installed_nvrtc_version", lambda: None)
+    with Builder(store, Compiler()) as blind:
+        assert blind.get(spec, arch) is None
+
+
 def test_B035_a_changed_template_is_a_new_key(
     builder: Builder, spec: KernelSpec, arch: Arch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,14 +313,14 @@ def test_keys_follow_from_what_is_compiled(builder: Builder, compiler: Compiler,
 
 def test_a_forked_copy_builds_for_itself(store: DiskStore, spec: KernelSpec, arch: Arch) -> None:
     """The parent's flights and locks are left to the parent."""
-    with Builder(store, Compiler(processes=1)) as builder:
+    with Compiler(processes=1) as compiler, Builder(store, compiler) as builder:
         builder.get_or_compile(spec, arch)
         builder.begin(KernelSpec(num_heads=40), arch)
         child = os.fork()
         if child == 0:
             try:
                 built = builder.get_or_compile(KernelSpec(num_heads=40), arch)
-                builder.compiler.close()
+                compiler.close()
                 os._exit(0 if built.artifact.manifest.spec["num_heads"] == 40 else 3)
             except BaseException:
                 os._exit(4)

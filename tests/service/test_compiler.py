@@ -1,19 +1,22 @@
 """The compiler: what it makes, what it refuses, and what it survives."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from service_kit import children_of, is_alive, wait_for
 
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.key import cache_key
-from mlaprep.service.child import child_environment
+from mlaprep.service.child import CompileChild, child_environment
 from mlaprep.service.compiler import Compiler
 from mlaprep.service.errors import (
     BuilderClosed,
@@ -375,6 +378,50 @@ def test_many_threads_share_the_pool(compiler: Compiler) -> None:
     with ThreadPoolExecutor(8) as threads:
         artifacts = list(threads.map(build, range(1, 13)))
     assert len({artifact.key for artifact in artifacts}) == 12
+
+
+UNFORESEEN = [RuntimeError("can't start new thread"), SystemExit(1)]
+
+
+@pytest.mark.parametrize("error", UNFORESEEN, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("place", ["__init__", "greet", "compile", "close"])
+def test_nothing_that_goes_wrong_wears_the_pool_away(
+    spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, place: str, error: BaseException
+) -> None:
+    """Every call of the child's that the pool makes fails twice, in whatever way, and works after that."""
+    real, left = getattr(CompileChild, place), [error, error]
+
+    def failing(self: CompileChild, *arguments: Any, **options: Any) -> Any:
+        if left:
+            raise left.pop()
+        return real(self, *arguments, **options)
+
+    with Compiler(processes=1) as compiler:
+        monkeypatch.setattr(CompileChild, place, failing)
+        if place == "close":
+            compiler.version()
+            os.kill(compiler.state().pids[0], signal.SIGKILL)
+        for _ in range(3):
+            with contextlib.suppress(CompileCrashed):
+                compiler.submit(render(spec), SM_90A).result(30)
+        assert compiler.submit(render(spec), SM_90A).result(30).manifest.arch == "sm_90a"
+        assert not left
+        state = compiler.state()
+        assert (state.queued, len(state.pids), len(compiler._threads)) == (0, 1, 1)
+        assert children_of(os.getpid()).count(state.pids[0]) == 1
+
+
+def test_where_no_thread_starts_a_compile_fails_at_once(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Compiler(processes=1) as compiler:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            compiler.start()
+            with pytest.raises(CompileCrashed, match="no thread"):
+                compiler.compile(render(spec), SM_90A)
+        assert compiler.compile(render(spec), SM_90A).manifest.arch == "sm_90a"
 
 
 def test_B042_two_cupy_packages_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,12 @@ def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.token.get_secret_value() == "s3cret"
 
 
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TOKEN", "CACHE_DIR", "PORT", "READ_ONLY"):
+        monkeypatch.setenv(f"MLAPREP_{name}", "")
+    assert Settings() == Settings(port=8400, token=None, cache_dir=None, read_only=False)
+
+
 def test_a_token_shows_nowhere() -> None:
     assert "s3cret" not in repr(Settings(token="s3cret"))
     for bad in ("two words", "tab\t", "é", "x" * 1025):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from mlaprep.templates import render as render_module
 from mlaprep.templates.arch import ARCHS, DEFAULT_ARCHS, Arch
-from mlaprep.templates.errors import SpecError
+from mlaprep.templates.errors import SpecError, TemplateError
 from mlaprep.templates.presets import PRESETS, preset
 from mlaprep.templates.render import check_target, render, templates_fingerprint
 from mlaprep.templates.signature import kernel_parameters
@@ -199,3 +200,27 @@ def test_wide_loads_need_an_architecture_that_has_them() -> None:
         check_target(spec, Arch("sm_90a"))
     check_target(spec, Arch("sm_100a"))
     assert "ld.global.v8" in render(spec).text
+
+
+@pytest.mark.parametrize(
+    ("mistake", "line", "told"),
+    [
+        ("{{ nope }}", 3, "'nope' is undefined"),
+        ("{% if %}", 1, "Expected an expression"),
+        ("{{ 1 // 0 }}", 2, "ZeroDivisionError"),
+        ('{% include "gone.j2" %}', 1, "gone.j2"),
+    ],
+)
+@pytest.mark.parametrize("file", ["mla_prepare.cu.j2", "memory.cuh.j2"])
+def test_a_mistake_in_a_template_is_told_with_name_and_line(
+    monkeypatch: pytest.MonkeyPatch, file: str, mistake: str, line: int, told: str
+) -> None:
+    files = dict(render_module._template_files())
+    files[file] = "\n" * (line - 1) + f"{mistake}\n{files[file]}"
+    monkeypatch.setattr(render_module, "_template_files", lambda: files)
+    monkeypatch.setattr(render_module, "_environment", render_module._environment.__wrapped__)
+    with pytest.raises(TemplateError, match=re.escape(told)) as failure:
+        render_module.render.__wrapped__(KernelSpec(num_heads=12))
+    assert (failure.value.template, failure.value.line) == (file, line)
+    assert f"{file}, line {line}" in str(failure.value)
+    assert str(pickle.loads(pickle.dumps(failure.value))) == str(failure.value)
