@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
 
 from mlaprep.clients.tensors import dense, kind_of, overlaps, shape_error
-from mlaprep.templates.spec import TILE, Layout
+from mlaprep.templates.fields import TILE, Layout
 
 if TYPE_CHECKING:
     import torch

@@ -14,9 +14,12 @@ from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.errors import FieldProblem, SpecError
-from mlaprep.templates.spec import KernelSpec, describe, parse_variant_id
+from mlaprep.templates.fields import describe
+from mlaprep.templates.spec import KernelSpec, parse_variant_id
 
 if TYPE_CHECKING:
+    import torch
+
     from mlaprep.clients.handle import KernelHandle
 
 OnMiss = Literal["compile", "fallback", "error"]
@@ -82,6 +85,7 @@ class KernelClient:
             no_service="offline, so no service was asked" if offline else "no service is configured",
         )
         self._serving: dict[tuple[KernelSpec, int], KernelHandle | None] = {}
+        self._handles: dict[tuple[KernelSpec, Arch], KernelHandle] = {}
         forget_when_forked(self)
 
     def artifact(self, spec: KernelSpec, arch: Arch) -> KernelArtifact:
@@ -107,47 +111,51 @@ class KernelClient:
         spec: KernelSpec | str | None = None,
         *,
         arch: Arch | str | None = None,
-        device: int | None = None,
+        device: "int | torch.device | None" = None,
         **fields: Any,
     ) -> "KernelHandle":
         """A callable kernel, loaded on a device.
 
+        Loaded on several devices of one architecture, it is one handle.
+
         Args:
             spec: a spec or a variant id; or none, and the spec's fields by keyword.
             arch: by default the device's own.
-            device: CUDA ordinal; by default torch's current device. With an ``arch`` and no ``device`` no
-                driver is touched, and the handle loads itself where it is first called.
+            device: CUDA ordinal or torch device; by default torch's current device. With an ``arch`` and no
+                ``device`` no driver is touched, and the handle loads itself where it is first called.
 
         Raises:
             SpecError: fields that make no spec, or an unknown architecture.
+            TypeError, ValueError: no CUDA device; the argument is named.
             KernelUnavailable: no kernel, or a device that none is built for.
             ArtifactRejected: as for :meth:`obtain`.
             DriverError: no CUDA driver or device, or one that refuses the kernel.
             KernelNotReady: the device's stream is being captured.
         """
         from mlaprep.clients.handle import KernelHandle
-        from mlaprep.clients.launch import cuda_driver
+        from mlaprep.clients.launch import cuda_driver, device_ordinal
 
         wanted = as_spec(spec, fields)
         if device is None and arch is not None:
             return KernelHandle(self.artifact(wanted, as_arch(arch)))
         driver = cuda_driver()
-        if device is None:
-            device = _current_device()
-        own = Arch.for_device(driver.capability(device))
+        ordinal = device_ordinal(device)
+        own = Arch.for_device(driver.capability(ordinal))
         target = own if arch is None else as_arch(arch)
         if target is None:
             raise KernelUnavailable(
-                f"no kernel {wanted.variant_id} for device {device}: none is built for its compute capability. "
+                f"no kernel {wanted.variant_id} for device {ordinal}: none is built for its compute capability. "
                 "Use the unfused chain (mlaprep.clients.prepare does), or name an arch that the device can run",
                 variant_id=wanted.variant_id,
             )
         if target != own:
-            return KernelHandle(self.artifact(wanted, target), driver).load(device)
-        handle = self._serving.get((wanted, device))
+            return KernelHandle(self.artifact(wanted, target), driver).load(ordinal)
+        handle = self._serving.get((wanted, ordinal))
         if handle is None:
-            handle = KernelHandle(self.artifact(wanted, target), driver).load(device)
-            self._serving[wanted, device] = handle
+            # Threads that come first together get one handle, and a handle loads its module once a device.
+            made = KernelHandle(self.artifact(wanted, target), driver)
+            handle = self._handles.setdefault((wanted, target), made).load(ordinal)
+            self._serving[wanted, ordinal] = handle
         return handle
 
     def serving_handle(self, spec: KernelSpec, device: int) -> "KernelHandle | None":
@@ -169,12 +177,12 @@ class KernelClient:
         return open_default_store() if self._given_store is None else self._given_store
 
     def _first_handle(self, spec: KernelSpec, device: int) -> "KernelHandle | None":
-        if _is_capturing(device):
-            raise KernelNotReady(
-                f"asked for {spec.variant_id} on device {device} for the first time while its stream is being "
-                "captured; load it before the capture: client.load(spec, device=...)"
-            )
         try:
+            if _is_capturing(device):
+                raise KernelNotReady(
+                    f"asked for {spec.variant_id} on device {device} for the first time while its stream is being "
+                    "captured; load it before the capture: client.load(spec, device=...)"
+                )
             return self.load(spec, device=device)
         except (KernelUnavailable, ArtifactRejected, DriverError) as error:
             if self.on_miss == "error":
@@ -199,6 +207,7 @@ class KernelClient:
         """Back to the configuration alone; what a parent process still uses is left to it."""
         self._supply.forget()
         self._serving = {}
+        self._handles = {}
 
     def __enter__(self) -> Self:
         return self
@@ -238,17 +247,10 @@ def as_arch(arch: Arch | str) -> Arch:
     return arch if isinstance(arch, Arch) else Arch(arch)
 
 
-def _current_device() -> int:
-    import torch
-
-    return int(torch.cuda.current_device())
-
-
 def _is_capturing(device: int) -> bool:
-    import torch
+    from mlaprep.clients.launch import cuda_driver
 
-    with torch.cuda.device(device):
-        return bool(torch.cuda.is_current_stream_capturing())
+    return cuda_driver().is_capturing(device)
 
 
 def _open_builder(store: KernelStore) -> KernelBuilder:

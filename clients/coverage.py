@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 from mlaprep.clients.operands import Operands
 from mlaprep.clients.plan import MAX_TOKENS
-from mlaprep.templates.spec import DYNAMIC, KernelSpec
+from mlaprep.templates.fields import DYNAMIC
+from mlaprep.templates.spec import KernelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

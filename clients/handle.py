@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mlaprep.clients.coverage import Coverage, coverage, page_stride
 from mlaprep.clients.errors import ArtifactRejected, DriverError, ForkedProcessError, KernelNotReady, NotCovered
-from mlaprep.clients.launch import KernelDriver, Launcher, cuda_driver
+from mlaprep.clients.launch import KernelDriver, Launcher, cuda_driver, device_ordinal
 from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
 from mlaprep.clients.plan import RowShape, measured_buckets, plan_launch
 from mlaprep.kernels_cache.artifact import KernelArtifact
@@ -77,16 +77,11 @@ class KernelHandle:
 
         Raises:
             KernelNotReady: the device's current stream is being captured.
-            DriverError: no driver, or the kernel's architecture is not the device's.
+            DriverError: no driver or device, or the kernel's architecture is not the device's.
+            TypeError, ValueError: no CUDA device; the argument is named.
             ForkedProcessError: this process is a fork of the one that made the handle.
         """
-        import torch
-
-        if device is None:
-            device = torch.cuda.current_device()
-        if isinstance(device, torch.device):
-            device = torch.cuda.current_device() if device.index is None else device.index
-        self._device_kernel(device)
+        self._device_kernel(device_ordinal(device))
         return self
 
     def covers(

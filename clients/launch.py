@@ -9,10 +9,14 @@ import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from mlaprep.clients.errors import DriverError
 from mlaprep.clients.plan import LaunchConfig
+from mlaprep.clients.tensors import kind_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,26 @@ def cuda_driver() -> CudaDriver:
         DriverError: no driver, or it does not initialise.
     """
     return CudaDriver()
+
+
+def device_ordinal(device: "int | torch.device | None") -> int:
+    """A device's ordinal among those that CUDA sees: torch's current one for none, or for ``cuda`` alone.
+
+    Raises:
+        TypeError: neither an int nor a torch.device.
+        ValueError: a device that is no CUDA device.
+    """
+    import torch
+
+    if isinstance(device, int) and not isinstance(device, bool):
+        return device
+    if device is not None and not isinstance(device, torch.device):
+        raise TypeError(f"device: found a {kind_of(device)}; pass an int or a torch.device")
+    if device is not None and device.type != "cuda":
+        raise ValueError(f"device: found {device}; pass a CUDA device, or an int")
+    if device is None or device.index is None:
+        return int(torch.cuda.current_device())
+    return int(device.index)
 
 
 class _Frame:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, get_args
 
 from mlaprep.clients.cache_layout import CacheLayout, CacheRows, cache_layout, cache_rows
 from mlaprep.clients.tensors import dense, kind_of, overlaps, same_device, shape_error
-from mlaprep.templates.spec import TILE, Rope
+from mlaprep.templates.fields import TILE, Rope
 
 if TYPE_CHECKING:
     import torch

@@ -20,8 +20,9 @@ from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.kernels_cache.origin import FOREIGN, require_own
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.errors import FieldProblem, SpecError
+from mlaprep.templates.fields import describe
 from mlaprep.templates.render import KernelSource, render
-from mlaprep.templates.spec import KernelSpec, describe
+from mlaprep.templates.spec import KernelSpec
 
 if TYPE_CHECKING:
     import httpx

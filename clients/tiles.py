@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Final
 
 from mlaprep.clients.rounding import E4M3_MAX, e4m3_codes
-from mlaprep.templates.spec import TILE
+from mlaprep.templates.fields import TILE
 
 if TYPE_CHECKING:
     from torch import Tensor

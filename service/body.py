@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlaprep.service.problems import ProblemError, invalid_fields
 from mlaprep.templates.errors import FieldProblem
-from mlaprep.templates.spec import allowed_values, spec_json_schema
+from mlaprep.templates.fields import allowed_values
+from mlaprep.templates.schema import spec_json_schema
 
 MAX_DEPTH: Final = 16
 

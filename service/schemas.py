@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from mlaprep.kernels_cache.key import SCHEMA
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.render import ENTRY
-from mlaprep.templates.spec import KernelSpec, spec_json_schema
+from mlaprep.templates.schema import spec_json_schema
+from mlaprep.templates.spec import KernelSpec
 
 SPEC: Final = KernelSpec(num_heads=12)
 """The variant that every example shows."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mlaprep.templates.errors import FieldProblem, SpecError
-from mlaprep.templates.spec import KernelSpec, Layout, Rope
+from mlaprep.templates.fields import Layout, Rope
+from mlaprep.templates.spec import KernelSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ import jinja2
 
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.errors import FieldProblem, SpecError, TemplateError
+from mlaprep.templates.fields import DYNAMIC, STRIDE_FIELDS, TILE
 from mlaprep.templates.signature import kernel_parameters
-from mlaprep.templates.spec import DYNAMIC, STRIDE_FIELDS, TILE, KernelSpec
+from mlaprep.templates.spec import KernelSpec
 
 ENTRY: Final = "mla_prepare"
 """Name of the kernel in every source and cubin."""

@@ -7,7 +7,8 @@ launch by it, so the three cannot disagree.
 from dataclasses import dataclass
 from typing import Literal
 
-from mlaprep.templates.spec import DYNAMIC, STRIDE_FIELDS, KernelSpec
+from mlaprep.templates.fields import DYNAMIC, STRIDE_FIELDS
+from mlaprep.templates.spec import KernelSpec
 
 ParameterType = Literal["pointer", "i64", "u32"]
 

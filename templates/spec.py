@@ -7,65 +7,31 @@ context-parallel rank: those are launch scalars, so one variant serves every bat
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Final, Literal, Self, get_args
+from typing import Any, Final, Self
 
 from mlaprep.templates.errors import FieldProblem, SpecError
-
-Dtype = Literal["bf16", "fp16"]
-Layout = Literal["fp8", "fp8-q16", "same", "ds_mla"]
-Rope = Literal["none", "interleaved", "neox"]
-IndexDtype = Literal["i32", "i64"]
-Scale = Literal["none", "scalar"]
-QueryScale = Literal["none", "scalar", "token"]
-QueryDtype = Literal["e4m3", "input"]
-TileScale = Literal["none", "raw", "pow2"]
-
-DYNAMIC: Final = "dynamic"
-Stride = int | Literal["dynamic"]
-"""A stride in elements: a constant, or ``"dynamic"`` for one passed at launch."""
-
-MAX_STRIDE: Final = 2**40
-
-TILE: Final = 128
-"""Elements of a latent row that share one scale under ``ds_mla``."""
-
-_RANGES: Final[Mapping[str, tuple[int, int, int]]] = {
-    # field: (smallest, largest, multiple of)
-    "num_heads": (1, 256, 1),
-    "kv_lora_rank": (16, 1024, 16),
-    "rope_dim": (0, 128, 2),
-    "dcp_world": (1, 1024, 1),
-    "dcp_interleave": (1, 65536, 1),
-    "pad_heads_to": (1, 256, 1),
-    "page_size": (1, 65536, 1),
-}
-_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
-    "dtype": get_args(Dtype),
-    "layout": get_args(Layout),
-    "query_dtype": get_args(QueryDtype),
-    "tile_scale": get_args(TileScale),
-    "rope": get_args(Rope),
-    "loc_dtype": get_args(IndexDtype),
-    "position_dtype": get_args(IndexDtype),
-    "q_scale": get_args(QueryScale),
-    "kv_scale": get_args(Scale),
-}
-_SIZES: Final[Mapping[str, tuple[int, ...]]] = {"elements_per_thread": (2, 4, 8, 16), "load_bytes": (16, 32)}
-_FLAGS: Final = ("reserved_slot", "pdl", "write_kv", "write_q")
-_STRIDES: Final[Mapping[str, str]] = {
-    # field: token in a variant id
-    "q_nope_token_stride": "qnt",
-    "q_nope_head_stride": "qnh",
-    "q_rope_token_stride": "qrt",
-    "q_rope_head_stride": "qrh",
-    "k_nope_token_stride": "knt",
-    "k_rope_token_stride": "krt",
-    "cache_page_stride": "page",
-    "cache_row_stride": "row",
-    "out_token_stride": "ot",
-    "out_head_stride": "oh",
-}
-STRIDE_FIELDS: Final = tuple(_STRIDES)
+from mlaprep.templates.fields import (
+    CHOICES,
+    DYNAMIC,
+    FLAGS,
+    MAX_STRIDE,
+    RANGES,
+    SIZES,
+    STRIDE_FIELDS,
+    STRIDES,
+    TILE,
+    Dtype,
+    IndexDtype,
+    Layout,
+    QueryDtype,
+    QueryScale,
+    Rope,
+    Scale,
+    Stride,
+    TileScale,
+    allowed_values,
+    describe,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +163,7 @@ class KernelSpec:
             words.append(f"e{self.elements_per_thread}")
         if self.load_bytes != 16:
             words.append(f"ld{self.load_bytes}")
-        for field, word in _STRIDES.items():
+        for field, word in STRIDES.items():
             stride = getattr(self, field)
             if stride != default[field]:
                 words.append(f"{word}{'dyn' if stride == DYNAMIC else stride}")
@@ -253,14 +219,14 @@ class KernelSpec:
         value = getattr(self, name)
         if value is None and name in _DERIVED:
             return []
-        if name in _RANGES:
-            low, high, multiple = _RANGES[name]
+        if name in RANGES:
+            low, high, multiple = RANGES[name]
             good = type(value) is int and low <= value <= high and value % multiple == 0
-        elif name in _CHOICES:
-            good = type(value) is str and value in _CHOICES[name]
-        elif name in _SIZES:
-            good = type(value) is int and value in _SIZES[name]
-        elif name in _FLAGS:
+        elif name in CHOICES:
+            good = type(value) is str and value in CHOICES[name]
+        elif name in SIZES:
+            good = type(value) is int and value in SIZES[name]
+        elif name in FLAGS:
             good = type(value) is bool
         else:
             good = (type(value) is str and value == DYNAMIC) or (type(value) is int and 0 <= value <= MAX_STRIDE)
@@ -377,7 +343,7 @@ def _derived_defaults(spec: KernelSpec) -> dict[str, Any]:
     defaults["query_dtype"] = "e4m3" if spec.layout in ("fp8", "ds_mla") else "input"
     defaults["page_size"] = 1
     defaults["tile_scale"] = "raw" if spec.layout == "ds_mla" else "none"
-    defaults["elements_per_thread"] = max(size for size in _SIZES["elements_per_thread"] if spec.rope_dim % size == 0)
+    defaults["elements_per_thread"] = max(size for size in SIZES["elements_per_thread"] if spec.rope_dim % size == 0)
     defaults["pad_heads_to"] = spec.num_heads
     heads = spec.num_heads if spec.pad_heads_to is None else spec.pad_heads_to
     defaults["out_token_stride"] = heads * spec.row_width
@@ -394,71 +360,6 @@ def _smallest_stride(spec: KernelSpec, field: str) -> int:
     return 0
 
 
-def describe(value: object) -> str:
-    """The class of a value in JSON's words, without the value itself."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, int):
-        return "an integer that is not allowed"
-    if isinstance(value, float):
-        return "a number with a fraction or exponent"
-    if isinstance(value, str):
-        return "a string that is not allowed"
-    if isinstance(value, Mapping):
-        return "an object"
-    if isinstance(value, list | tuple):
-        return "an array"
-    return f"a {type(value).__name__}"
-
-
-def allowed_values(field: str) -> str:
-    """What a field of :class:`KernelSpec` accepts, in words."""
-    if field in _RANGES:
-        low, high, multiple = _RANGES[field]
-        return f"an integer from {low} to {high}" + (f", a multiple of {multiple}" if multiple > 1 else "")
-    if field in _CHOICES:
-        return "one of " + ", ".join(_CHOICES[field])
-    if field in _SIZES:
-        return "one of " + ", ".join(map(str, _SIZES[field]))
-    if field in _FLAGS:
-        return "true or false"
-    return f'"dynamic", or an integer from 0 to {MAX_STRIDE}'
-
-
-def spec_json_schema() -> dict[str, Any]:
-    """JSON Schema of a spec's document, as :meth:`KernelSpec.from_dict` accepts it."""
-    properties: dict[str, Any] = {}
-    for field in fields(KernelSpec):
-        name = field.name
-        if name in _RANGES:
-            low, high, multiple = _RANGES[name]
-            schema: dict[str, Any] = {"type": "integer", "minimum": low, "maximum": high}
-            if multiple > 1:
-                schema["multipleOf"] = multiple
-        elif name in _CHOICES:
-            schema = {"type": "string", "enum": list(_CHOICES[name])}
-        elif name in _SIZES:
-            schema = {"type": "integer", "enum": list(_SIZES[name])}
-        elif name in _FLAGS:
-            schema = {"type": "boolean"}
-        else:
-            integer = {"type": "integer", "minimum": 0, "maximum": MAX_STRIDE}
-            schema = {"anyOf": [{"const": DYNAMIC, "type": "string"}, integer]}
-        if name != "num_heads":
-            schema = {"anyOf": [*schema.get("anyOf", [schema]), {"type": "null"}]}
-        schema["description"] = allowed_values(name)
-        properties[name] = schema
-    return {
-        "type": "object",
-        "title": "KernelSpec",
-        "properties": properties,
-        "required": ["num_heads"],
-        "additionalProperties": False,
-    }
-
-
 _MAX_VARIANT_ID: Final = 400
 _NUMBER: Final = r"(0|[1-9][0-9]{0,12})"
 _VARIANT_ID: Final = re.compile(
@@ -470,7 +371,7 @@ _VARIANT_ID: Final = re.compile(
     r"(?P<res>-res)?"
     rf"(?:-pad(?P<pad>{_NUMBER}))?(?:-pg(?P<page>{_NUMBER}))?"
     r"(?P<qonly>-qonly)?(?P<kvonly>-kvonly)?(?:-e(?P<elements>[248]|16))?(?:-ld(?P<load>32))?"
-    + "".join(rf"(?:-{word}(?P<{field}>dyn|{_NUMBER}))?" for field, word in _STRIDES.items()),
+    + "".join(rf"(?:-{word}(?P<{field}>dyn|{_NUMBER}))?" for field, word in STRIDES.items()),
     re.ASCII,
 )
 

@@ -14,7 +14,8 @@ from mlaprep.service.schemas import VariantReply, VariantsReply
 from mlaprep.service.state import in_thread, json_response, service_of
 from mlaprep.templates.arch import ARCHS, Arch
 from mlaprep.templates.presets import PRESETS
-from mlaprep.templates.spec import parse_variant_id, spec_json_schema
+from mlaprep.templates.schema import spec_json_schema
+from mlaprep.templates.spec import parse_variant_id
 
 router = APIRouter(prefix="/v1/variants", tags=["variants"])
 

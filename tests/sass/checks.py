@@ -10,8 +10,9 @@ from sass.flow import UnknownFlow, always
 from sass.kernels import Kernel
 
 from mlaprep.service.sass import Instruction
+from mlaprep.templates.fields import TILE
 from mlaprep.templates.signature import kernel_parameters
-from mlaprep.templates.spec import TILE, KernelSpec
+from mlaprep.templates.spec import KernelSpec
 
 CONVERSION: Final = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C"
 WAIT: Final = "ACQBULK"

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlaprep.templates.errors import SpecError
-from mlaprep.templates.spec import STRIDE_FIELDS, KernelSpec, parse_variant_id, spec_json_schema
+from mlaprep.templates.fields import STRIDE_FIELDS
+from mlaprep.templates.schema import spec_json_schema
+from mlaprep.templates.spec import KernelSpec, parse_variant_id
 
 strides = st.one_of(st.none(), st.just("dynamic"), st.integers(144, 2**37).map(lambda n: n * 8))
 documents = st.fixed_dictionaries(
