@@ -17,7 +17,7 @@ NAMES = ("q_nope", "q_rope", "k_nope", "k_rope")
 
 
 def batch_spec() -> KernelSpec:
-    """The kernel of every batch."""
+    """The kernel of every batch, with every input stride dynamic: the one that prepare takes, too."""
     return make(len(SLOTS), H, R, D, rows=S, loc=SLOTS).spec
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from kernel.devices import Gpu
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from two_gpu.batches import CountingDriver, synchronize
 
 HOME = torch.device("cuda", 0)
@@ -32,6 +33,15 @@ def place(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     yield torch.device("cuda", request.param)
     synchronize()
     assert torch.cuda.current_device() == HOME.index
+
+
+@pytest.fixture
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors of any device, one that is not there included, without memory: all at address 4096."""
+    monkeypatch.setattr("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None, raising=False)
+    monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: 4096, raising=False)
+    with FakeTensorMode():
+        yield
 
 
 @pytest.fixture

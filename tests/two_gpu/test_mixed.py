@@ -1,13 +1,11 @@
 """Operands on several devices in one call: refused by name, before anything is loaded or written."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from emulation.artifact import emulated_artifact
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mlaprep.clients import KernelClient, fused_prepare, prepare
 from mlaprep.clients.handle import KernelHandle
@@ -58,14 +56,11 @@ class Devices:
         pytest.param(("cuda:0", "cuda:1", True), id="two-swapped", marks=pytest.mark.two_gpu),
     ]
 )
-def devices(request: pytest.FixtureRequest) -> Iterator[Devices]:
+def devices(request: pytest.FixtureRequest) -> Devices:
     rest, odd, memory = request.param
-    found = Devices(torch.device(rest), torch.device(odd), memory)
-    if memory:
-        yield found
-    else:
-        with FakeTensorMode():
-            yield found
+    if not memory:
+        request.getfixturevalue("no_memory")
+    return Devices(torch.device(rest), torch.device(odd), memory)
 
 
 @pytest.mark.parametrize("entry", ["handle", "covers", "prepare", "fused_prepare", "chain"])

@@ -1,7 +1,7 @@
 """What several devices ask of handle and client, told on a machine that has none: tensors without memory, a driver
 that records."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from emulation.artifact import emulated_artifact
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mlaprep.clients import KernelClient, prepare
 from mlaprep.clients.errors import KernelNotReady
@@ -68,14 +67,6 @@ def client(driver: Recorder, monkeypatch: pytest.MonkeyPatch) -> KernelClient:
     monkeypatch.setattr("mlaprep.clients.launch.cuda_driver", lambda: driver)
     monkeypatch.setattr(KernelClient, "artifact", lambda self, spec, arch: emulated_artifact(spec))
     return KernelClient(store=MemoryStore(), offline=True)
-
-
-@pytest.fixture
-def no_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors of any device, at address 4096."""
-    monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: 4096, raising=False)
-    with FakeTensorMode():
-        yield
 
 
 def operands(device: int) -> tuple[torch.Tensor, ...]:
