@@ -15,7 +15,7 @@ from typing import Final
 from mlaprep.kernels_cache.files import PRIVATE_FILE, Folder
 
 _FIRST_PAUSE_S: Final = 0.001
-_LONGEST_PAUSE_S: Final = 0.02
+_LONGEST_PAUSE_S: Final = 0.1
 _OPEN_LOCK: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -59,7 +59,7 @@ def _acquire(open_folder: Callable[[], Folder], name: str, deadline: float) -> i
         if left <= 0:
             return None
         time.sleep(min(pause, left))
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+        pause = min(1.5 * pause, _LONGEST_PAUSE_S)
 
 
 def _try_once(open_folder: Callable[[], Folder], name: str) -> int | None:

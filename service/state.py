@@ -57,7 +57,6 @@ class Service:
             store,
             compiler,
             negative_ttl_s=settings.negative_ttl_s,
-            lock_timeout_s=settings.compile_timeout_s + 10,
             queue_limit=settings.compile_queue,
         )
         return cls(settings, store, compiler, builder, Catalog(builder), conflicts(), owns_compiler)
