@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final, Self, TypeVar
@@ -26,20 +26,14 @@ from mlaprep.kernels_cache.errors import ArtifactError, StoreError
 from mlaprep.kernels_cache.files import TEMPORARY, Folder, Identity, NotPrivateError, descend
 from mlaprep.kernels_cache.hints import BLOBS, LINKS, drop_hint, read_hint, write_hint
 from mlaprep.kernels_cache.key import is_arch, is_digest
-from mlaprep.kernels_cache.location import default_cache_dir, default_max_bytes
 from mlaprep.kernels_cache.locks import file_lock
 from mlaprep.kernels_cache.store import (
     Counters,
-    KernelStore,
-    MemoryStore,
     StoreStats,
-    TieredStore,
     is_prefix,
     only_key,
     require_digests,
 )
-
-__all__ = ["DISK_BYTES", "DiskStore", "default_cache_dir", "open_default_store"]
 
 DISK_BYTES: Final = 2**30
 """Default limit of a disk store's content."""
@@ -180,14 +174,15 @@ class DiskStore:
     def gc(self, max_bytes: int | None = None) -> int:
         """Remove the least recently used entries until at most ``max_bytes`` of content are left.
 
-        Also drops hints that lead nowhere, and does what :meth:`sweep` does. Returns the number of entries
-        removed; a device that fails is counted, not raised.
+        Also empties the quarantine, drops hints that lead nowhere, and does what :meth:`sweep` does. Returns
+        the number of entries removed; a device that fails is counted, not raised.
         """
         evicted = 0
         try:
             with self._open() as root:
                 evicted = self._evict(root, self.max_bytes if max_bytes is None else max_bytes)
                 housekeeping.drop_lost_hints(root)
+                housekeeping.empty_quarantine(root)
         except OSError as error:
             self._trouble("write", error)
         self.sweep()
@@ -388,22 +383,3 @@ def _unopened(kind: type[_Store], root: Path, max_bytes: int) -> _Store:
     store = kind.__new__(kind)
     store._configure(root, max_bytes)
     return store
-
-
-def open_default_store(environ: Mapping[str, str] | None = None) -> KernelStore:
-    """The disk store of :func:`default_cache_dir`, limited to ``$MLAPREP_CACHE_MAX_BYTES`` where that is set.
-
-    With no usable directory it is a memory store, with a directory that can only be read a memory store
-    before it; one warning is logged either way. Never raises.
-    """
-    environ = os.environ if environ is None else environ
-    try:
-        max_bytes = default_max_bytes(environ)
-        store = DiskStore(default_cache_dir(environ), DISK_BYTES if max_bytes is None else max_bytes)
-    except StoreError as error:
-        _log.warning("kernels are kept in memory only: %s", error)
-        return MemoryStore()
-    if os.access(store.root, os.W_OK | os.X_OK):
-        return store
-    _log.warning("new kernels are kept in memory only: %s cannot be written", store.root)
-    return TieredStore([MemoryStore(), store])

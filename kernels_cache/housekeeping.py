@@ -102,6 +102,14 @@ def quarantine(root: Folder, folder: Folder, name: str, identity: Identity | Non
     return True
 
 
+def empty_quarantine(root: Folder) -> None:
+    """Remove everything that was set aside. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError), root.open(QUARANTINE) as aside:
+        for name in aside.names():
+            with contextlib.suppress(FileNotFoundError):
+                aside.remove(name)
+
+
 @contextlib.contextmanager
 def staged(temporary: Folder) -> Iterator[tuple[str, Folder]]:
     """A new folder to fill and move away, with its name. It is gone afterwards even if it stays unmoved."""
