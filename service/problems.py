@@ -131,7 +131,15 @@ def problem_of(error: Exception) -> ProblemError:
 
 def install(app: FastAPI) -> None:
     """Answer every error of an application with a problem."""
-    kinds = (ProblemError, SpecError, TemplateError, BuildError, AmbiguousKeyError, RequestValidationError, HTTPException)
+    kinds = (
+        ProblemError,
+        SpecError,
+        TemplateError,
+        BuildError,
+        AmbiguousKeyError,
+        RequestValidationError,
+        HTTPException,
+    )
     for kind in kinds:
         app.add_exception_handler(kind, _answer)
     app.add_exception_handler(Exception, _answer_unexpected)
