@@ -24,9 +24,10 @@ from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.entries import read_entry, read_manifest, touch, write_entry
 from mlaprep.kernels_cache.errors import ArtifactError, StoreError
 from mlaprep.kernels_cache.files import TEMPORARY, Folder, Identity, NotPrivateError, descend
-from mlaprep.kernels_cache.hints import BLOBS, LINKS, drop_hint, read_hint, write_hint
+from mlaprep.kernels_cache.hints import BLOBS, LINKS, drop_hint, has_hint, iterate_hints, read_hint, write_hint
+from mlaprep.kernels_cache.index import Index
 from mlaprep.kernels_cache.key import is_arch, is_digest
-from mlaprep.kernels_cache.locks import file_lock
+from mlaprep.kernels_cache.locks import LOCKS, file_lock
 from mlaprep.kernels_cache.store import (
     Counters,
     StoreStats,
@@ -38,9 +39,9 @@ from mlaprep.kernels_cache.store import (
 DISK_BYTES: Final = 2**30
 """Default limit of a disk store's content."""
 
-_LOCKS: Final = "locks"
 _TOUCH_AGAIN_S: Final = 60.0
 _ATTEMPTS: Final = 3
+_LINKS_BETWEEN_LOOKS: Final = 1024
 
 # What rename says when another writer's entry has the name already.
 _LOST: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
@@ -79,8 +80,10 @@ class DiskStore:
         self.root = root
         self.max_bytes = max_bytes
         self._counters = Counters()
+        self._index = Index()
         self._known_bytes: int | None = None
         self._added_bytes = 0
+        self._added_links = 0
         self._last_touch = ("", 0.0)
         self._in_trouble = False
         self._swept = False
@@ -106,6 +109,14 @@ class DiskStore:
             return None
         return None if artifact is None else artifact.cubin
 
+    def find_blob(self, prefix: str) -> str | None:
+        if not is_prefix(prefix):
+            return None
+        with contextlib.suppress(OSError), self._open() as root:
+            hints = list(iterate_hints(root, BLOBS, prefix))
+            return only_key(prefix, (found for found, text in hints if housekeeping.leads_somewhere(root, BLOBS, text)))
+        return None
+
     def publish(self, artifact: KernelArtifact) -> None:
         artifact.verify()
         size = artifact.size + len(artifact.manifest.to_json())
@@ -125,7 +136,10 @@ class DiskStore:
         require_digests(request, key)
         try:
             with self._open(create=True) as root:
-                write_hint(root, LINKS, request, key)
+                self._added_links += write_hint(root, LINKS, request, key)
+                if self._added_links > _LINKS_BETWEEN_LOOKS:  # where nothing is evicted, since nothing is kept
+                    self._added_links = 0
+                    housekeeping.drop_lost_hints(root)
         except OSError as error:
             self._trouble("write", error)
 
@@ -138,11 +152,11 @@ class DiskStore:
         return None
 
     def list(self, arch: str | None = None) -> Iterator[Manifest]:
-        for entry_arch, key in self._names():
-            if arch in (None, entry_arch):
-                manifest = self._read_manifest(entry_arch, key)
-                if manifest is not None:
-                    yield manifest
+        """Reads only what this object has not read before. Damage that came to an entry since does not show."""
+        with contextlib.suppress(OSError), self._open() as root:
+            entries = self._index.entries(root, arch)
+            return (entry.manifest for entry in entries if entry.manifest is not None)
+        return iter(())
 
     def delete(self, key: str) -> bool:
         deleted = False
@@ -153,6 +167,7 @@ class DiskStore:
                     deleted |= housekeeping.discard(root, arch, found)
                     if manifest is not None and read_hint(root, BLOBS, manifest.cubin_sha256) == f"{arch}/{key}":
                         drop_hint(root, BLOBS, manifest.cubin_sha256)
+                    housekeeping.drop_links(root, key)
             except OSError as error:
                 self._trouble("write", error)
         return deleted
@@ -168,7 +183,7 @@ class DiskStore:
     def stats(self) -> StoreStats:
         entries = []
         with contextlib.suppress(OSError), self._open() as root:
-            entries = housekeeping.usage(root)
+            entries = self._index.entries(root)
         return self._counters.stats(entries=len(entries), size=sum(entry.size for entry in entries))
 
     def gc(self, max_bytes: int | None = None) -> int:
@@ -203,7 +218,7 @@ class DiskStore:
 
     def _open_locks(self) -> Folder:
         with self._open(create=True) as root:
-            return root.make(_LOCKS)
+            return root.make(LOCKS)
 
     def _names(self, prefix: str = "") -> Sequence[tuple[str, str]]:
         with contextlib.suppress(OSError), self._open() as root:
@@ -251,7 +266,7 @@ class DiskStore:
                     raise OSError(errno.ESTALE, "entry replaced while it was read") from damage
                 self._set_aside(root, shelf, key, damage, folder.identity)
                 return None
-            self._record_use(folder, key)
+            self._record_use(root, folder, artifact)
             return artifact
 
     def _enter(self, root: Folder, folder: Folder, name: str) -> Folder | None:
@@ -265,13 +280,17 @@ class DiskStore:
                 return None
             raise
 
-    def _record_use(self, entry: Folder, key: str) -> None:
+    def _record_use(self, root: Folder, entry: Folder, artifact: KernelArtifact) -> None:
         """Keeps the order exact: only a key that is hit over and over is not noted each time."""
         now = time.monotonic()
         last_key, noted = self._last_touch
-        if key != last_key or now - noted > _TOUCH_AGAIN_S:
-            self._last_touch = (key, now)
+        again = artifact.key == last_key and now - noted <= _TOUCH_AGAIN_S
+        if not again:
+            self._last_touch = (artifact.key, now)
             touch(entry)
+        if not (again and has_hint(root, BLOBS, artifact.digest)):
+            with contextlib.suppress(OSError):  # lost or damaged: what can be read can be had by its digest too
+                self._note_blob(root, artifact)
 
     def _look_up_blob(self, root: Folder, digest: str) -> KernelArtifact | None:
         hint = read_hint(root, BLOBS, digest)

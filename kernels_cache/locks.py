@@ -14,6 +14,9 @@ from typing import Final
 
 from mlaprep.kernels_cache.files import PRIVATE_FILE, Folder
 
+LOCKS: Final = "locks"
+"""Where a store's root keeps its lock files."""
+
 _FIRST_PAUSE_S: Final = 0.001
 _LONGEST_PAUSE_S: Final = 0.1
 _OPEN_LOCK: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -41,6 +44,29 @@ def try_lock_folder(folder: Folder) -> bool | None:
         return False
     except OSError:
         return None
+    return True
+
+
+def remove_free_lock(folder: Folder, name: str) -> bool:
+    """Remove a lock file that a killed holder left; False where somebody holds it, or it cannot be told."""
+    try:
+        descriptor = os.open(name, _OPEN_LOCK & ~os.O_CREAT, dir_fd=folder.descriptor)
+    except OSError:
+        return False
+    try:
+        with contextlib.suppress(OSError):  # where nothing can be locked, nobody holds it
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        status = os.fstat(descriptor)
+        if not folder.holds(name, (status.st_dev, status.st_ino)):
+            return False
+        os.unlink(name, dir_fd=folder.descriptor)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
     return True
 
 
