@@ -92,7 +92,7 @@ def compile_(
     if url is not None:
         with KernelClient(url, token=token, store=store, on_miss="error") as client:
             outcomes = bring(specs, targets, client.obtain, "compiling", quiet=as_json)
-        report(outcomes, as_json=as_json)
+        report(outcomes, as_json=as_json, url=url)
         return
     from mlaprep.service.builder import Builder
     from mlaprep.service.errors import BuildError, CompileFailed

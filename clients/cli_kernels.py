@@ -125,7 +125,7 @@ def fetch(
         for outcome in outcomes:
             if outcome.obtained is not None:
                 files[outcome.obtained.artifact.key] = write_artifact(output, outcome.obtained.artifact)
-    report(outcomes, as_json=as_json, more={"files": files} if files else None)
+    report(outcomes, as_json=as_json, more={"files": files} if files else None, url=url)
 
 
 def bring(
@@ -158,7 +158,12 @@ def bring(
 
 
 def report(
-    outcomes: Sequence[Outcome], *, as_json: bool, compiles: int | None = None, more: Mapping[str, object] | None = None
+    outcomes: Sequence[Outcome],
+    *,
+    as_json: bool,
+    compiles: int | None = None,
+    more: Mapping[str, object] | None = None,
+    url: str | None = None,
 ) -> None:
     """Print kernels and failures, and leave with the exit code of the first failure if there is one."""
     had = [outcome.obtained for outcome in outcomes if outcome.obtained is not None]
@@ -179,12 +184,12 @@ def report(
         if had:
             notes = {item.artifact.key: "cached" if item.cached else "new" for item in had}
             console.print(kernel_table([item.artifact.manifest for item in had], notes, console.width))
-        _print_failures(failed)
+        _print_failures(failed, url)
     if failed:
         raise typer.Exit(exit_code(failed[0][1]))
 
 
-def _print_failures(failed: Sequence[tuple[Outcome, MlaprepError]]) -> None:
+def _print_failures(failed: Sequence[tuple[Outcome, MlaprepError]], url: str | None) -> None:
     """A line a kernel, then what each place said: once for all kernels that met the same."""
     console = stderr()
     told: tuple[str, ...] = ()
@@ -198,7 +203,8 @@ def _print_failures(failed: Sequence[tuple[Outcome, MlaprepError]]) -> None:
                 console.print(Text(f"  {attempt}"), soft_wrap=True)
         told = tuple(attempts)
     if told:
-        console.print(Text("→ mlaprep doctor says what there is to get kernels from, and what is wrong", style="cyan"))
+        command = "mlaprep doctor" if url is None else f"mlaprep doctor --url {url}"
+        console.print(Text(f"→ {command} says what is wrong there, and what to do", style="cyan"), soft_wrap=True)
 
 
 def write_artifact(folder: Path, artifact: KernelArtifact) -> dict[str, str]:

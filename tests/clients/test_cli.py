@@ -492,7 +492,7 @@ def test_a_service_that_is_away_is_told_in_short_lines(run: Run) -> None:
     assert any("http://127.0.0.1:9 cannot be reached" in line for line in lines)
     assert "MLAPREP_URL" not in told
     assert "compile --variant" not in told
-    assert lines[-1].startswith("→ mlaprep doctor")
+    assert lines[-1].startswith("→ mlaprep doctor --url http://127.0.0.1:9 ")
     assert max(map(len, lines)) <= 120
 
 
