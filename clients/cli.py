@@ -1,16 +1,16 @@
 """The ``mlaprep`` command: build, look at, fetch, serve and diagnose kernels."""
 
+import importlib.metadata
 import logging
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 from rich.text import Text
 
-from mlaprep.clients import cli_kernels
+from mlaprep.clients import cli_cache, cli_kernels
 from mlaprep.clients.cli_inspect import Against, Resources, Sass, Save, View
 from mlaprep.clients.cli_kernels import bring, look, report
 from mlaprep.clients.cli_options import (
@@ -33,7 +33,8 @@ from mlaprep.clients.client import KernelClient
 from mlaprep.clients.errors import KernelUnavailable
 from mlaprep.clients.supply import Obtained
 from mlaprep.templates.arch import Arch
-from mlaprep.templates.errors import FieldProblem, SpecError
+from mlaprep.templates.environment import read_switch
+from mlaprep.templates.errors import SpecError
 from mlaprep.templates.spec import KernelSpec
 
 app: Final = typer.Typer(
@@ -47,6 +48,25 @@ app: Final = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mlaprep {importlib.metadata.version('mlaprep')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _before_every_command(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand != "serve":  # which is a process of its own kind, and logs as one
+        logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
+        # What went wrong with the cache is in no error and in no table.
+        logging.getLogger("mlaprep.kernels_cache").setLevel(logging.WARNING)
+
+
 @app.command("compile")
 @reports_errors
 def compile_(
@@ -57,7 +77,10 @@ def compile_(
     overrides: Overrides = None,
     archs: Archs = None,
     url: Annotated[
-        str | None, typer.Option("--url", help="Have this service compile, and fetch the result. Default: here.")
+        str | None,
+        typer.Option(
+            "--url", help="Have this service compile, and fetch the result. Default: here; MLAPREP_URL is not asked."
+        ),
     ] = None,
     token: Token = None,
     cache_dir: CacheDir = None,
@@ -76,7 +99,7 @@ def compile_(
         with KernelClient(url, token=token, store=store, on_miss="error") as client:
             outcomes = bring(specs, targets, client.obtain, "compiling", quiet=as_json)
             more = look(outcomes, view, save, client.obtain, as_json=as_json)
-        report(outcomes, as_json=as_json, more=more)
+        report(outcomes, as_json=as_json, more=more, url=url)
         return
     from mlaprep.service.builder import Builder
     from mlaprep.service.errors import BuildError, CompileFailed
@@ -89,7 +112,8 @@ def compile_(
             except CompileFailed:
                 raise
             except BuildError as error:  # says nothing of the kernel: it may well compile elsewhere or later
-                raise KernelUnavailable(str(error), variant_id=spec.variant_id, arch=str(arch)) from error
+                told = f"{error}. A service compiles it with --url http://host:port"
+                raise KernelUnavailable(told, variant_id=spec.variant_id, arch=str(arch)) from error
             return Obtained(built.artifact, "disk" if built.cached else "compiled", built.cached)
 
         outcomes = bring(specs, targets, build, "compiling", quiet=as_json)
@@ -98,11 +122,11 @@ def compile_(
     report(outcomes, as_json=as_json, compiles=compiles, more=more)
 
 
-app.command("ls")(cli_kernels.ls)
-app.command("show")(cli_kernels.show)
+app.command("ls")(cli_cache.ls)
+app.command("show")(cli_cache.show)
 app.command("render")(cli_kernels.render)
 app.command("fetch")(cli_kernels.fetch)
-app.command("gc")(cli_kernels.gc)
+app.command("gc")(cli_cache.gc)
 
 
 @app.command()
@@ -113,7 +137,7 @@ def serve(
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option("--port", min=0, max=65535, help="0 picks a free one. Default: MLAPREP_PORT or 8400."),
+        typer.Option("--port", help="0 picks a free one. Default: MLAPREP_PORT or 8400."),
     ] = None,
     token: Annotated[
         str | None,
@@ -126,20 +150,20 @@ def serve(
     as_json: Json = False,
 ) -> None:
     """Serve kernels over HTTP until SIGTERM or Ctrl-C. Settings come from the environment, options win."""
-    from pydantic import ValidationError
-
-    from mlaprep.service.server import serve as run_service
-    from mlaprep.service.settings import Settings
-
-    given: dict[str, Any] = {"host": host, "port": port, "token": token, "cache_dir": cache_dir}
     try:
-        settings = Settings(**{name: value for name, value in given.items() if value is not None})
-    except ValidationError as error:
-        raise SpecError([_setting_problem(fault) for fault in error.errors(include_input=False)]) from None
+        from mlaprep.service.server import serve as run_service
+        from mlaprep.service.settings import read_settings
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("mlaprep"):
+            raise
+        raise KernelUnavailable(
+            f"cannot serve: {error.name} is not installed; install mlaprep[service,cuda12]"
+        ) from None
+    options = {"host": host, "port": port, "token": token, "cache_dir": cache_dir}
+    settings = read_settings({name: value for name, value in options.items() if value is not None})
 
     def announce(bound: int) -> None:
-        shown = f"[{settings.host}]" if ":" in settings.host else settings.host
-        url = f"http://{shown}:{bound}"
+        url = f"http://{_reachable(settings.host)}:{bound}"
         if port_file is not None:
             temporary = port_file.with_name(f".{port_file.name}.{os.getpid()}")
             temporary.write_text(str(bound))
@@ -181,20 +205,27 @@ def doctor(url: Url = None, token: Token = None, cache_dir: CacheDir = None, as_
 
 def main() -> None:
     """Entry point of the console script."""
-    logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
     try:
         app()
     except Exception as error:
         # A defect: say so in a line, and keep the traceback for those who ask for it.
-        if os.environ.get("MLAPREP_DEBUG"):
+        if _wants_traceback():
             raise
         typer.echo(f"internal error: {type(error).__name__}: {error} (MLAPREP_DEBUG=1 shows where)", err=True)
         sys.exit(ExitCode.FAILED)
 
 
-def _setting_problem(fault: Mapping[str, Any]) -> FieldProblem:
-    name = ".".join(map(str, fault["loc"])) or "settings"
-    return FieldProblem(name, "a value that is not allowed", str(fault["msg"]).removeprefix("Value error, "))
+def _wants_traceback() -> bool:
+    try:
+        return read_switch("MLAPREP_DEBUG", os.environ)
+    except SpecError:
+        return True
+
+
+def _reachable(host: str) -> str:
+    """A host to put into a URL for an address that is listened on: nobody can call 0.0.0.0 or ::."""
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host.strip("[]"), host.strip("[]"))
+    return f"[{shown}]" if ":" in shown else shown
 
 
 def _describe_compiler() -> str:

@@ -1,7 +1,6 @@
-"""Commands that look at kernels, fetch them and clear them away."""
+"""Commands that render and fetch kernels, and what every command that brings some prints."""
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from rich.text import Text
 from mlaprep.clients import cli_inspect
 from mlaprep.clients.cli_inspect import Against, Resources, Sass, View
 from mlaprep.clients.cli_options import (
-    ArchFilter,
     Archs,
     CacheDir,
     Json,
@@ -27,17 +25,13 @@ from mlaprep.clients.cli_options import (
     Tps,
     Url,
     Variants,
-    full_variant_id,
     open_store,
-    parse_size,
     select_archs,
     select_specs,
 )
 from mlaprep.clients.cli_output import (
-    FULL_TABLE_WIDTH,
     error_document,
     exit_code,
-    fields_table,
     kernel_document,
     kernel_table,
     print_json,
@@ -49,14 +43,12 @@ from mlaprep.clients.cli_output import (
 from mlaprep.clients.client import KernelClient
 from mlaprep.clients.errors import FieldProblem, KernelUnavailable, MlaprepError, SpecError
 from mlaprep.clients.supply import Obtained
-from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
-from mlaprep.kernels_cache.disk import DiskStore
-from mlaprep.kernels_cache.store import KernelStore, MemoryStore
+from mlaprep.kernels_cache.artifact import KernelArtifact
+from mlaprep.kernels_cache.store import MemoryStore
 from mlaprep.templates.arch import DEFAULT_ARCHS, Arch
 from mlaprep.templates.render import render as render_source
-from mlaprep.templates.spec import KernelSpec, parse_variant_id
+from mlaprep.templates.spec import KernelSpec
 
-_DIGEST_PREFIX: Final = re.compile(r"[0-9a-f]{4,64}", re.ASCII)
 _MAX_THREADS: Final = 8
 
 T = TypeVar("T")
@@ -70,50 +62,6 @@ class Outcome:
     arch: Arch
     obtained: Obtained | None = None
     error: MlaprepError | None = None
-
-
-@reports_errors
-def ls(
-    archs: ArchFilter = None,
-    cache_dir: CacheDir = None,
-    as_json: Json = False,
-) -> None:
-    """List the kernels in the local cache."""
-    store = open_store(cache_dir)
-    wanted = {str(arch) for arch in select_archs(archs)} if archs else None
-    manifests = [manifest for manifest in store.list() if wanted is None or manifest.arch in wanted]
-    if as_json:
-        print_json({"kernels": [kernel_document(manifest) for manifest in manifests]})
-        return
-    console = stdout()
-    if not manifests:
-        console.print("No kernels here yet. Build some: mlaprep compile --preset kimi-k3 --tp 8")
-        return
-    keys = {manifest.key: manifest.key[:12] for manifest in manifests} if console.width >= FULL_TABLE_WIDTH else None
-    console.print(kernel_table(manifests, keys, console.width))
-    total = sum(manifest.cubin_size for manifest in manifests)
-    console.print(Text(f"{kernels(len(manifests))}, {total:,} bytes of cubin, in {_place(store)}", style="dim"))
-
-
-@reports_errors
-def show(
-    name: Annotated[
-        str, typer.Argument(metavar="KERNEL", help="A variant id, or the first digits of a key or digest.")
-    ],
-    archs: Archs = None,
-    cache_dir: CacheDir = None,
-    as_json: Json = False,
-) -> None:
-    """Show one kernel of the local cache."""
-    manifest = find_manifest(open_store(cache_dir), name, archs)
-    if as_json:
-        print_json(kernel_document(manifest))
-        return
-    console = stdout()
-    rows = [(key, value) for key, value in manifest.to_dict().items() if not isinstance(value, dict | list)]
-    rows += [("options", " ".join(manifest.options)), ("parameters", _parameters(manifest))]
-    rows += [("spec", ", ".join(f"{field}={value}" for field, value in manifest.spec.items()))]
-    console.print(fields_table(rows))
 
 
 @reports_errors
@@ -193,30 +141,7 @@ def fetch(
         for outcome in outcomes:
             if outcome.obtained is not None:
                 files[outcome.obtained.artifact.key] = write_artifact(output, outcome.obtained.artifact)
-    report(outcomes, as_json=as_json, more={"files": files} if files else None)
-
-
-@reports_errors
-def gc(
-    max_bytes: Annotated[
-        str, typer.Option("--max-bytes", metavar="SIZE", help="Keep at most this much, e.g. 64M; 0 removes everything.")
-    ],
-    cache_dir: CacheDir = None,
-    as_json: Json = False,
-) -> None:
-    """Remove the least recently used kernels, and what killed processes left behind."""
-    limit = parse_size(max_bytes)
-    store = open_store(cache_dir)
-    if not isinstance(store, DiskStore):
-        raise KernelUnavailable("there is no kernel cache on disk to clear; name one with --cache-dir")
-    evicted = store.gc(limit)
-    stats = store.stats()
-    if as_json:
-        print_json({"removed": evicted, "entries": stats.entries, "bytes": stats.bytes, "max_bytes": limit})
-        return
-    stdout().print(
-        Text(f"removed {kernels(evicted)}; {kernels(stats.entries)}, {stats.bytes:,} bytes left in {store.root}")
-    )
+    report(outcomes, as_json=as_json, more={"files": files} if files else None, url=url)
 
 
 def bring(
@@ -271,7 +196,12 @@ def look(
 
 
 def report(
-    outcomes: Sequence[Outcome], *, as_json: bool, compiles: int | None = None, more: Mapping[str, object] | None = None
+    outcomes: Sequence[Outcome],
+    *,
+    as_json: bool,
+    compiles: int | None = None,
+    more: Mapping[str, object] | None = None,
+    url: str | None = None,
 ) -> None:
     """Print kernels and failures, and leave with the exit code of the first failure if there is one."""
     had = [outcome.obtained for outcome in outcomes if outcome.obtained is not None]
@@ -292,35 +222,27 @@ def report(
         if had:
             notes = {item.artifact.key: "cached" if item.cached else "new" for item in had}
             console.print(kernel_table([item.artifact.manifest for item in had], notes, console.width))
-        for outcome, error in failed:
-            line = Text.assemble(("error ", "bold red"), f"{outcome.spec.variant_id} {outcome.arch}: {error}")
-            stderr().print(line, soft_wrap=True)
+        _print_failures(failed, url)
     if failed:
         raise typer.Exit(exit_code(failed[0][1]))
 
 
-def find_manifest(store: KernelStore, name: str, archs: Sequence[str] | None) -> Manifest:
-    """The one kernel that a variant id or the start of a key or digest names.
-
-    Raises:
-        SpecError: no such form, or several kernels fit; they are named.
-        KernelUnavailable: none fits.
-    """
-    manifests = list(store.list())
-    if archs:
-        wanted = {str(arch) for arch in select_archs(archs)}
-        manifests = [manifest for manifest in manifests if manifest.arch in wanted]
-    if _DIGEST_PREFIX.fullmatch(name):
-        found = [m for m in manifests if m.key.startswith(name) or m.cubin_sha256.startswith(name)]
-    else:
-        variant_id = parse_variant_id(full_variant_id(name)).variant_id
-        found = [manifest for manifest in manifests if manifest.variant_id == variant_id]
-    if not found:
-        raise KernelUnavailable(f"no kernel in {_place(store)} is named so; `mlaprep ls` lists what is there")
-    if len(found) > 1:
-        shown = ", ".join(f"{manifest.arch} {manifest.key[:12]}" for manifest in found[:8])
-        raise SpecError(FieldProblem("KERNEL", f"a name that {len(found)} kernels share", f"one of {shown}, or --arch"))
-    return found[0]
+def _print_failures(failed: Sequence[tuple[Outcome, MlaprepError]], url: str | None) -> None:
+    """A line a kernel, then what each place said: once for all kernels that met the same."""
+    console = stderr()
+    told: tuple[str, ...] = ()
+    for outcome, error in failed:
+        attempts = error.attempts if isinstance(error, KernelUnavailable) else ()
+        message = "not to be had" if attempts else str(error)
+        line = Text.assemble(("error ", "bold red"), f"{outcome.spec.variant_id} {outcome.arch}: {message}")
+        console.print(line, soft_wrap=True)
+        if attempts != told:
+            for attempt in attempts:
+                console.print(Text(f"  {attempt}"), soft_wrap=True)
+        told = tuple(attempts)
+    if told:
+        command = "mlaprep doctor" if url is None else f"mlaprep doctor --url {url}"
+        console.print(Text(f"→ {command} says what is wrong there, and what to do", style="cyan"), soft_wrap=True)
 
 
 def write_artifact(folder: Path, artifact: KernelArtifact) -> dict[str, str]:
@@ -339,11 +261,6 @@ def write_artifact(folder: Path, artifact: KernelArtifact) -> dict[str, str]:
     return {kind: str(path) for kind, (path, _) in contents.items()}
 
 
-def kernels(count: int) -> str:
-    """A number of kernels in words."""
-    return f"{count} kernel{'' if count == 1 else 's'}"
-
-
 def _line(outcome: Outcome) -> str:
     target = f"{outcome.spec.variant_id} {outcome.arch}"
     if outcome.obtained is None:
@@ -351,12 +268,3 @@ def _line(outcome: Outcome) -> str:
     manifest = outcome.obtained.artifact.manifest
     state = "cached" if outcome.obtained.cached else f"compiled in {manifest.compile_ms:.0f} ms"
     return f"{target}: {manifest.cubin_size:,} bytes, {state}"
-
-
-def _parameters(manifest: Manifest) -> str:
-    parameters = manifest.launch.get("parameters")
-    return ", ".join(str(pair[0]) for pair in parameters) if isinstance(parameters, list) else ""
-
-
-def _place(store: KernelStore) -> str:
-    return str(store.root) if isinstance(store, DiskStore) else "memory"

@@ -1,6 +1,7 @@
 """Options that several commands share, and what they select."""
 
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,10 @@ from typing import Annotated, Any, Final
 import typer
 
 from mlaprep.clients.cli_output import VARIANT_PREFIX
-from mlaprep.kernels_cache.disk import DiskStore, open_default_store
+from mlaprep.kernels_cache.disk import DiskStore
+from mlaprep.kernels_cache.errors import StoreError
+from mlaprep.kernels_cache.location import cache_dir, default_max_bytes
+from mlaprep.kernels_cache.opening import open_default_store
 from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.templates.arch import ARCHS, DEFAULT_ARCHS, Arch
 from mlaprep.templates.errors import FieldProblem, SpecError
@@ -52,12 +56,11 @@ ArchFilter = Annotated[
     list[str] | None, typer.Option("--arch", metavar="ARCH", help="Only kernels for this target. May be repeated.")
 ]
 CacheDir = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--cache-dir",
-        envvar="MLAPREP_CACHE_DIR",
-        file_okay=False,
-        help="Kernel cache. Default: $XDG_CACHE_HOME/mlaprep or ~/.cache/mlaprep.",
+        metavar="DIR",
+        help="Kernel cache. Default: MLAPREP_CACHE_DIR, $XDG_CACHE_HOME/mlaprep or ~/.cache/mlaprep.",
     ),
 ]
 Url = Annotated[str | None, typer.Option("--url", envvar="MLAPREP_URL", help="Kernel service, e.g. http://host:8400.")]
@@ -116,13 +119,41 @@ def full_variant_id(text: str) -> str:
     return text if text.startswith(VARIANT_PREFIX) else VARIANT_PREFIX + text
 
 
-def open_store(cache_dir: Path | None) -> KernelStore:
-    """The store in a directory, or the default one.
+def named_cache_dir(given: str | None) -> Path:
+    """The cache directory that an option, the environment or the default names. Raises StoreError for none."""
+    return cache_dir(given, os.environ)
+
+
+def open_store(given: str | None) -> KernelStore:
+    """The store in the cache directory, made where it is missing; one in memory where none was named.
+
+    Raises:
+        StoreError: a directory was named that cannot be used.
+    """
+    if not (given or os.environ.get("MLAPREP_CACHE_DIR")):
+        return open_default_store()
+    return _disk_store(named_cache_dir(given))
+
+
+def existing_store(given: str | None) -> DiskStore | None:
+    """The store in the cache directory, to be looked at; None where there is no such directory.
 
     Raises:
         StoreError: a directory that cannot be used.
     """
-    return open_default_store() if cache_dir is None else DiskStore(cache_dir)
+    place = named_cache_dir(given)
+    try:
+        os.stat(place)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError(f"no kernel cache can be kept at {place}: {error.strerror}") from None
+    return _disk_store(place)
+
+
+def _disk_store(place: Path) -> DiskStore:
+    limit = default_max_bytes(os.environ)
+    return DiskStore(place) if limit is None else DiskStore(place, limit)
 
 
 def parse_size(text: str) -> int:

@@ -59,35 +59,43 @@ def kernel_document(manifest: Manifest, **more: Any) -> dict[str, Any]:
     return manifest.to_dict() | more
 
 
-def kernel_table(manifests: Iterable[Manifest], notes: Mapping[str, str] | None = None, width: int = 80) -> Table:
+def kernel_table(
+    manifests: Iterable[Manifest],
+    notes: Mapping[str, str] | None = None,
+    width: int = 80,
+    *,
+    figures: int = 4,
+    noted: str = "",
+    narrow: bool | None = None,
+) -> Table:
     """One row a kernel, sorted by variant and architecture.
 
-    ``notes`` adds a last column, by key. On a narrow terminal variants are named without their common
+    ``notes`` adds a last column, by key, called ``noted``; ``figures`` says how many of bytes, registers,
+    spills and compile time there is room for. On a narrow terminal variants are named without their common
     prefix, so that each stays on one line.
     """
-    narrow = width < FULL_TABLE_WIDTH
-    figures = ("bytes", "regs", "spill", "ms")
+    narrow = width < FULL_TABLE_WIDTH if narrow is None else narrow
+    names = ("bytes", "regs", "spill", "ms")
     if not narrow and notes is None:
-        figures = ("bytes", "registers", "spills", "compile ms")
+        names = ("bytes", "registers", "spills", "compile ms")
     table = Table(box=SIMPLE_HEAD, header_style="bold", show_edge=False, pad_edge=False, collapse_padding=True)
     table.add_column(f"variant ({VARIANT_PREFIX}…)" if narrow else "variant", no_wrap=True)
     table.add_column("arch", min_width=7, no_wrap=True, style="cyan")
-    for name, columns in zip(figures, (6, 4, 5, 3), strict=True):
+    for name, columns in zip(names[:figures], (6, 4, 5, 3), strict=False):
         table.add_column(name, min_width=columns, justify="right", no_wrap=True)
     if notes is not None:
-        table.add_column("", min_width=max(map(len, notes.values()), default=0), no_wrap=True)
+        table.add_column(noted, min_width=max(map(len, notes.values()), default=0), no_wrap=True)
     previous = None
     for manifest in sorted(manifests, key=_variant_order):
         name = manifest.variant_id.removeprefix(VARIANT_PREFIX) if narrow else manifest.variant_id
         spills = manifest.spill_stores + manifest.spill_loads
-        row: list[str | Text] = [
-            "" if name == previous else Text(name, style="bold"),
-            manifest.arch,
+        cells: list[str | Text] = [
             f"{manifest.cubin_size:,}",
             str(manifest.registers),
             Text(str(spills), style="red" if spills else "green"),
             f"{manifest.compile_ms:.0f}",
         ]
+        row = ["" if name == previous else Text(name, style="bold"), manifest.arch, *cells[:figures]]
         if notes is not None:
             row.append(Text(notes.get(manifest.key, "")))
         table.add_row(*row)

@@ -9,10 +9,11 @@ from mlaprep.clients.errors import ArtifactRejected, DriverError, KernelNotReady
 from mlaprep.clients.rest import DEFAULT_TIMEOUT_S, RestTransport
 from mlaprep.clients.supply import ClientStats, KernelBuilder, KernelSupply, Obtained
 from mlaprep.kernels_cache.artifact import KernelArtifact
-from mlaprep.kernels_cache.disk import open_default_store
 from mlaprep.kernels_cache.forks import forget_when_forked
+from mlaprep.kernels_cache.opening import open_default_store
 from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.templates.arch import Arch
+from mlaprep.templates.environment import read_switch
 from mlaprep.templates.errors import FieldProblem, SpecError
 from mlaprep.templates.fields import describe
 from mlaprep.templates.spec import KernelSpec, parse_variant_id
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 OnMiss = Literal["compile", "fallback", "error"]
 
-_TRUE: Final = ("1", "true", "yes", "on")
 _log: Final = logging.getLogger(__name__)
 
 
@@ -47,7 +47,7 @@ class KernelClient:
         timeout: seconds that the service may take for one kernel, in all.
 
     Raises:
-        SpecError: an ``on_miss``, URL or token that cannot be used.
+        SpecError: an ``on_miss``, URL or token that cannot be used, or an ``MLAPREP_OFFLINE`` that is no switch.
     """
 
     def __init__(
@@ -88,23 +88,24 @@ class KernelClient:
         self._handles: dict[tuple[KernelSpec, Arch], KernelHandle] = {}
         forget_when_forked(self)
 
-    def artifact(self, spec: KernelSpec, arch: Arch) -> KernelArtifact:
-        """The verified kernel of ``spec`` for ``arch``; raises as :meth:`obtain` does."""
-        return self._supply.obtain(spec, arch).artifact
+    def artifact(self, spec: KernelSpec | str, arch: Arch | str) -> KernelArtifact:
+        """The verified kernel of ``spec`` for ``arch``; arguments and errors are those of :meth:`obtain`."""
+        return self.obtain(spec, arch).artifact
 
-    def obtain(self, spec: KernelSpec, arch: Arch) -> Obtained:
-        """The verified kernel of ``spec`` for ``arch``, and where it came from.
+    def obtain(self, spec: KernelSpec | str, arch: Arch | str) -> Obtained:
+        """The verified kernel of ``spec`` (or a variant id) for ``arch`` (or its name), and where it came from.
 
         Returns within the service's deadline, the time another process may hold the kernel's lock, and
         one compile.
 
         Raises:
-            SpecError: the architecture cannot run the spec.
+            TypeError: an argument that is neither.
+            SpecError: no such variant or architecture, or one that cannot run the spec.
             KernelUnavailable: no place had it, and it was not or could not be built here; where a build
                 failed, that error is the cause.
             ArtifactRejected: the service sent something else, and nothing was to be built here.
         """
-        return self._supply.obtain(spec, arch)
+        return self._supply.obtain(_as_named(spec), as_arch(arch))
 
     def load(
         self,
@@ -125,6 +126,7 @@ class KernelClient:
                 ``device`` no driver is touched, and the handle loads itself where it is first called.
 
         Raises:
+            TypeError: a ``spec`` or ``arch`` that is neither itself nor a name.
             SpecError: fields that make no spec, or an unknown architecture.
             TypeError, ValueError: no CUDA device; the argument is named.
             KernelUnavailable: no kernel, or a device that none is built for.
@@ -224,8 +226,8 @@ class KernelClient:
 
 
 def offline_by_environment() -> bool:
-    """Whether ``MLAPREP_OFFLINE`` forbids every socket."""
-    return os.environ.get("MLAPREP_OFFLINE", "").strip().lower() in _TRUE
+    """Whether ``MLAPREP_OFFLINE`` forbids every socket. Raises SpecError for a word that is no switch."""
+    return read_switch("MLAPREP_OFFLINE", os.environ)
 
 
 def as_spec(spec: KernelSpec | str | None, fields: Mapping[str, Any]) -> KernelSpec:
@@ -233,18 +235,36 @@ def as_spec(spec: KernelSpec | str | None, fields: Mapping[str, Any]) -> KernelS
 
     Raises:
         SpecError: both or neither, or one that cannot be.
+        TypeError: a ``spec`` of another type.
     """
     if spec is None:
         return KernelSpec.from_dict(fields)
     if fields:
         allowed = "a spec or variant id alone, or fields alone"
         raise SpecError(FieldProblem("spec", "a spec together with fields", allowed))
-    return parse_variant_id(spec) if isinstance(spec, str) else spec
+    return _as_named(spec)
 
 
 def as_arch(arch: Arch | str) -> Arch:
-    """An architecture from itself or its name. Raises SpecError for an unknown one."""
-    return arch if isinstance(arch, Arch) else Arch(arch)
+    """An architecture from itself or its name.
+
+    Raises:
+        SpecError: an unknown name.
+        TypeError: something else.
+    """
+    if isinstance(arch, str):
+        return Arch(arch)
+    if not isinstance(arch, Arch):
+        raise TypeError(f"arch is a {type(arch).__name__}; give an Arch, or a name such as 'sm_100a'")
+    return arch
+
+
+def _as_named(spec: KernelSpec | str) -> KernelSpec:
+    if isinstance(spec, str):
+        return parse_variant_id(spec)
+    if not isinstance(spec, KernelSpec):
+        raise TypeError(f"spec is a {type(spec).__name__}; give a KernelSpec, or a variant id")
+    return spec
 
 
 def _is_capturing(device: int) -> bool:

@@ -15,7 +15,9 @@ from mlaprep.clients.errors import DriverError, MlaprepError
 from mlaprep.clients.launch import cuda_driver
 from mlaprep.clients.replies import plain
 from mlaprep.clients.rest import RestTransport
-from mlaprep.kernels_cache.disk import DiskStore, default_cache_dir
+from mlaprep.clients.wording import count
+from mlaprep.kernels_cache import location
+from mlaprep.kernels_cache.disk import DiskStore
 from mlaprep.kernels_cache.errors import CacheError
 from mlaprep.templates.arch import Arch
 
@@ -50,7 +52,7 @@ def examine(
     *,
     url: str | None,
     token: str | None,
-    cache_dir: Path | None,
+    cache_dir: str | os.PathLike[str] | None,
 ) -> Examination:
     """Look at compiler, packages, driver, torch, cache and service.
 
@@ -59,9 +61,13 @@ def examine(
         package_conflicts: sentences on installed packages that break each other.
     """
     compiler = check_compiler(describe_compiler)
-    service = check_service(url, token)
+    service = check_service(url, token, compiles_here=compiler.status == "ok")
+    served = bool(url) and service.status != "missing"
+    usable = compiler.status == "ok" or served
+    if compiler.status == "missing" and served and service.status == "ok":
+        # A worker needs no compiler of its own.
+        compiler = Check("NVRTC", "ok", "none here, and none is needed: the service compiles")
     others = (check_packages(package_conflicts), check_driver(), check_torch(), check_cache(cache_dir))
-    usable = compiler.status != "missing" or (url is not None and service.status != "missing")
     return Examination((compiler, *others, service), usable)
 
 
@@ -69,8 +75,9 @@ def check_compiler(describe_compiler: Callable[[], str]) -> Check:
     try:
         return Check("NVRTC", "ok", describe_compiler())
     except MlaprepError as error:
-        advice = "install mlaprep[service,cuda12] to compile here, or set MLAPREP_URL to a service that does"
-        return Check("NVRTC", "missing", str(error), advice)
+        found = str(error).partition("; install ")[0]
+        advice = "install mlaprep[service,cuda12] to compile here, or have workers fetch: MLAPREP_URL names the service"
+        return Check("NVRTC", "missing", found, advice)
 
 
 def check_packages(package_conflicts: Callable[[], Sequence[str]]) -> Check:
@@ -128,10 +135,12 @@ def check_torch() -> Check:
     return Check("torch", "ok", version)
 
 
-def check_cache(cache_dir: Path | None) -> Check:
-    """The kernel cache: owner, mode, content, and a file written and removed again."""
-    folder = cache_dir or default_cache_dir(os.environ)
+def check_cache(cache_dir: str | os.PathLike[str] | None) -> Check:
+    """The kernel cache: owner, mode, content, and a file written and removed again. Makes no directory."""
     try:
+        folder = location.cache_dir(cache_dir, os.environ)
+        if _is_absent(folder):
+            return _check_absent_cache(folder)
         store = DiskStore(folder)
         status = os.stat(store.root)
         with tempfile.TemporaryFile(dir=store.root) as file:
@@ -142,15 +151,34 @@ def check_cache(cache_dir: Path | None) -> Check:
         advice = "set MLAPREP_CACHE_DIR to a directory of your own; until then kernels live in memory only"
         return Check("cache", "warn", str(error), advice)
     mode = stat.S_IMODE(status.st_mode)
-    found = f"{store.root}, uid {status.st_uid}, mode {mode:04o}, {stats.entries} kernels, {stats.bytes:,} bytes"
+    content = f"{count(stats.entries, 'kernel')}, {count(stats.bytes, 'byte')}"
+    found = f"{store.root}, uid {status.st_uid}, mode {mode:04o}, {content}"
     if mode & 0o077:
         return Check("cache", "warn", found, f"chmod 700 {store.root}: other users can read it")
     return Check("cache", "ok", found)
 
 
-def check_service(url: str | None, token: str | None) -> Check:
-    if not url:
+def _is_absent(folder: Path) -> bool:
+    try:
+        os.stat(folder)
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def _check_absent_cache(folder: Path) -> Check:
+    above = next(parent for parent in folder.parents if parent.exists())
+    if os.access(above, os.W_OK | os.X_OK):
+        return Check("cache", "ok", f"{folder} is made when the first kernel is kept")
+    advice = "set MLAPREP_CACHE_DIR to a directory of your own; until then kernels live in memory only"
+    return Check("cache", "warn", f"{folder} is not there, and {above} cannot be written", advice)
+
+
+def check_service(url: str | None, token: str | None, *, compiles_here: bool = True) -> Check:
+    if not url and compiles_here:
         return Check("service", "ok", "none configured; kernels are compiled here")
+    if not url:
+        return Check("service", "missing", "none configured", "set MLAPREP_URL, e.g. http://kernels:8400")
     if offline_by_environment():
         return Check(
             "service", "missing", f"{url}, not asked: MLAPREP_OFFLINE is set", "unset MLAPREP_OFFLINE to use it"
@@ -169,5 +197,5 @@ def check_service(url: str | None, token: str | None) -> Check:
         return Check("service", "missing", f"{url} is no mlaprep service", "correct MLAPREP_URL")
     if reasons:
         told = plain("; ".join(map(str, reasons)))
-        return Check("service", "warn", f"{url} builds nothing: {told}", "it serves what is built; see its /readyz")
+        return Check("service", "warn", f"{url} builds nothing now: {told}", "it serves what is built; see its /readyz")
     return Check("service", "ok", f"{url} is ready")

@@ -45,6 +45,7 @@ def settings() -> Iterator[str]:
     yield "| variable | default | meaning |\n|---|---|---|"
     for name, field in Settings.model_fields.items():
         default = field.get_default(call_default_factory=False)
+        default = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
         shown = "" if field.is_required() or default is None else f"`{default}`"
         yield f"| `{prefix}{name.upper()}` | {shown} | {cell(field.description or '')} |"
 

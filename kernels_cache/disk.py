@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final, Self, TypeVar
@@ -24,29 +24,24 @@ from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.entries import read_entry, read_manifest, touch, write_entry
 from mlaprep.kernels_cache.errors import ArtifactError, StoreError
 from mlaprep.kernels_cache.files import TEMPORARY, Folder, Identity, NotPrivateError, descend
-from mlaprep.kernels_cache.hints import BLOBS, LINKS, drop_hint, read_hint, write_hint
+from mlaprep.kernels_cache.hints import BLOBS, LINKS, drop_hint, has_hint, iterate_hints, read_hint, write_hint
+from mlaprep.kernels_cache.index import Index
 from mlaprep.kernels_cache.key import is_arch, is_digest
-from mlaprep.kernels_cache.location import default_cache_dir, default_max_bytes
-from mlaprep.kernels_cache.locks import file_lock
+from mlaprep.kernels_cache.locks import LOCKS, file_lock
 from mlaprep.kernels_cache.store import (
     Counters,
-    KernelStore,
-    MemoryStore,
     StoreStats,
-    TieredStore,
     is_prefix,
     only_key,
     require_digests,
 )
 
-__all__ = ["DISK_BYTES", "DiskStore", "default_cache_dir", "open_default_store"]
-
 DISK_BYTES: Final = 2**30
 """Default limit of a disk store's content."""
 
-_LOCKS: Final = "locks"
 _TOUCH_AGAIN_S: Final = 60.0
 _ATTEMPTS: Final = 3
+_LINKS_BETWEEN_LOOKS: Final = 1024
 
 # What rename says when another writer's entry has the name already.
 _LOST: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
@@ -85,8 +80,10 @@ class DiskStore:
         self.root = root
         self.max_bytes = max_bytes
         self._counters = Counters()
+        self._index = Index()
         self._known_bytes: int | None = None
         self._added_bytes = 0
+        self._added_links = 0
         self._last_touch = ("", 0.0)
         self._in_trouble = False
         self._swept = False
@@ -112,6 +109,14 @@ class DiskStore:
             return None
         return None if artifact is None else artifact.cubin
 
+    def find_blob(self, prefix: str) -> str | None:
+        if not is_prefix(prefix):
+            return None
+        with contextlib.suppress(OSError), self._open() as root:
+            hints = list(iterate_hints(root, BLOBS, prefix))
+            return only_key(prefix, (found for found, text in hints if housekeeping.leads_somewhere(root, BLOBS, text)))
+        return None
+
     def publish(self, artifact: KernelArtifact) -> None:
         artifact.verify()
         size = artifact.size + len(artifact.manifest.to_json())
@@ -131,7 +136,10 @@ class DiskStore:
         require_digests(request, key)
         try:
             with self._open(create=True) as root:
-                write_hint(root, LINKS, request, key)
+                self._added_links += write_hint(root, LINKS, request, key)
+                if self._added_links > _LINKS_BETWEEN_LOOKS:  # where nothing is evicted, since nothing is kept
+                    self._added_links = 0
+                    housekeeping.drop_lost_hints(root)
         except OSError as error:
             self._trouble("write", error)
 
@@ -144,11 +152,11 @@ class DiskStore:
         return None
 
     def list(self, arch: str | None = None) -> Iterator[Manifest]:
-        for entry_arch, key in self._names():
-            if arch in (None, entry_arch):
-                manifest = self._read_manifest(entry_arch, key)
-                if manifest is not None:
-                    yield manifest
+        """Reads only what this object has not read before. Damage that came to an entry since does not show."""
+        with contextlib.suppress(OSError), self._open() as root:
+            entries = self._index.entries(root, arch)
+            return (entry.manifest for entry in entries if entry.manifest is not None)
+        return iter(())
 
     def delete(self, key: str) -> bool:
         deleted = False
@@ -159,6 +167,7 @@ class DiskStore:
                     deleted |= housekeeping.discard(root, arch, found)
                     if manifest is not None and read_hint(root, BLOBS, manifest.cubin_sha256) == f"{arch}/{key}":
                         drop_hint(root, BLOBS, manifest.cubin_sha256)
+                    housekeeping.drop_links(root, key)
             except OSError as error:
                 self._trouble("write", error)
         return deleted
@@ -174,20 +183,21 @@ class DiskStore:
     def stats(self) -> StoreStats:
         entries = []
         with contextlib.suppress(OSError), self._open() as root:
-            entries = housekeeping.usage(root)
+            entries = self._index.entries(root)
         return self._counters.stats(entries=len(entries), size=sum(entry.size for entry in entries))
 
     def gc(self, max_bytes: int | None = None) -> int:
         """Remove the least recently used entries until at most ``max_bytes`` of content are left.
 
-        Also drops hints that lead nowhere, and does what :meth:`sweep` does. Returns the number of entries
-        removed; a device that fails is counted, not raised.
+        Also empties the quarantine, drops hints that lead nowhere, and does what :meth:`sweep` does. Returns
+        the number of entries removed; a device that fails is counted, not raised.
         """
         evicted = 0
         try:
             with self._open() as root:
                 evicted = self._evict(root, self.max_bytes if max_bytes is None else max_bytes)
                 housekeeping.drop_lost_hints(root)
+                housekeeping.empty_quarantine(root)
         except OSError as error:
             self._trouble("write", error)
         self.sweep()
@@ -208,7 +218,7 @@ class DiskStore:
 
     def _open_locks(self) -> Folder:
         with self._open(create=True) as root:
-            return root.make(_LOCKS)
+            return root.make(LOCKS)
 
     def _names(self, prefix: str = "") -> Sequence[tuple[str, str]]:
         with contextlib.suppress(OSError), self._open() as root:
@@ -256,7 +266,7 @@ class DiskStore:
                     raise OSError(errno.ESTALE, "entry replaced while it was read") from damage
                 self._set_aside(root, shelf, key, damage, folder.identity)
                 return None
-            self._record_use(folder, key)
+            self._record_use(root, folder, artifact)
             return artifact
 
     def _enter(self, root: Folder, folder: Folder, name: str) -> Folder | None:
@@ -270,13 +280,17 @@ class DiskStore:
                 return None
             raise
 
-    def _record_use(self, entry: Folder, key: str) -> None:
+    def _record_use(self, root: Folder, entry: Folder, artifact: KernelArtifact) -> None:
         """Keeps the order exact: only a key that is hit over and over is not noted each time."""
         now = time.monotonic()
         last_key, noted = self._last_touch
-        if key != last_key or now - noted > _TOUCH_AGAIN_S:
-            self._last_touch = (key, now)
+        again = artifact.key == last_key and now - noted <= _TOUCH_AGAIN_S
+        if not again:
+            self._last_touch = (artifact.key, now)
             touch(entry)
+        if not (again and has_hint(root, BLOBS, artifact.digest)):
+            with contextlib.suppress(OSError):  # lost or damaged: what can be read can be had by its digest too
+                self._note_blob(root, artifact)
 
     def _look_up_blob(self, root: Folder, digest: str) -> KernelArtifact | None:
         hint = read_hint(root, BLOBS, digest)
@@ -388,22 +402,3 @@ def _unopened(kind: type[_Store], root: Path, max_bytes: int) -> _Store:
     store = kind.__new__(kind)
     store._configure(root, max_bytes)
     return store
-
-
-def open_default_store(environ: Mapping[str, str] | None = None) -> KernelStore:
-    """The disk store of :func:`default_cache_dir`, limited to ``$MLAPREP_CACHE_MAX_BYTES`` where that is set.
-
-    With no usable directory it is a memory store, with a directory that can only be read a memory store
-    before it; one warning is logged either way. Never raises.
-    """
-    environ = os.environ if environ is None else environ
-    try:
-        max_bytes = default_max_bytes(environ)
-        store = DiskStore(default_cache_dir(environ), DISK_BYTES if max_bytes is None else max_bytes)
-    except StoreError as error:
-        _log.warning("kernels are kept in memory only: %s", error)
-        return MemoryStore()
-    if os.access(store.root, os.W_OK | os.X_OK):
-        return store
-    _log.warning("new kernels are kept in memory only: %s cannot be written", store.root)
-    return TieredStore([MemoryStore(), store])

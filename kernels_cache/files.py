@@ -62,7 +62,10 @@ class Folder:
         return type(self)(os.open(name, _OPEN_FOLDER, dir_fd=self.descriptor), f"{self.where}/{name}")
 
     def make(self, name: str, *, sync: bool = False) -> Self:
-        """Open a sub-directory, made where it is missing. A link or file of that name gives way.
+        """Open a sub-directory, made where it is missing, and private from now on.
+
+        A link or file of that name gives way, and so does a directory of another user. One of our own that
+        others may write is closed to them: nothing that is found in it is believed anyway.
 
         ``sync``: a new one is on the medium when this returns.
         """
@@ -70,6 +73,11 @@ class Folder:
             return self.open(name)
         except FileNotFoundError:
             pass
+        except NotPrivateError:
+            if self.status(name).st_uid == os.geteuid():
+                return self._open_closed_to_others(name)
+            # Only within its parent can a directory be renamed by whoever may not write it.
+            self.move(name, self, f"{name}.{new_name()[:8]}")
         except OSError:
             if self.is_folder(name):
                 raise
@@ -79,6 +87,15 @@ class Folder:
             if sync:
                 self.sync()
         return self.open(name)
+
+    def _open_closed_to_others(self, name: str) -> Self:
+        descriptor = os.open(name, _OPEN_FOLDER, dir_fd=self.descriptor)
+        try:
+            os.fchmod(descriptor, PRIVATE_FOLDER)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return type(self)(descriptor, f"{self.where}/{name}")
 
     def names(self) -> list[str]:
         """Names of everything in it, sorted."""

@@ -24,10 +24,10 @@ def read_hint(root: Folder, kind: str, digest: str) -> str | None:
     return None
 
 
-def write_hint(root: Folder, kind: str, digest: str, text: str) -> None:
-    """Note a text for a digest, unless it stands there already. Raises OSError."""
+def write_hint(root: Folder, kind: str, digest: str, text: str) -> bool:
+    """Note a text for a digest; False where it stands there already. Raises OSError."""
     if read_hint(root, kind, digest) == text:
-        return
+        return False
     with root.make(TEMPORARY) as temporary, root.make(kind) as hints, hints.make(digest[:2]) as shelf:
         name = new_name("hint-")
         try:
@@ -41,6 +41,16 @@ def write_hint(root: Folder, kind: str, digest: str, text: str) -> None:
             with contextlib.suppress(OSError):
                 temporary.remove(name)
             raise
+    return True
+
+
+def has_hint(root: Folder, kind: str, digest: str) -> bool:
+    """Whether something stands in a hint's place, whatever it is: cheaper than reading it."""
+    try:
+        root.status(f"{kind}/{digest[:2]}/{digest}")
+    except OSError:
+        return False
+    return True
 
 
 def drop_hint(root: Folder, kind: str, digest: str) -> None:
@@ -49,12 +59,15 @@ def drop_hint(root: Folder, kind: str, digest: str) -> None:
         shelf.remove(digest)
 
 
-def iterate_hints(root: Folder, kind: str) -> Iterator[tuple[str, str]]:
-    """Every (digest, text) of a kind that can be read."""
+def iterate_hints(root: Folder, kind: str, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every (digest, text) of a kind that can be read, of those digests that start with ``prefix``."""
     with contextlib.suppress(OSError), root.open(kind) as shelves:
-        for prefix in shelves.names():
-            with contextlib.suppress(OSError), shelves.open(prefix) as shelf:
-                digests = [name for name in shelf.names() if is_digest(name)]
+        for name in shelves.names():
+            if not name.startswith(prefix[:2]):
+                continue
+            digests: list[str] = []
+            with contextlib.suppress(OSError), shelves.open(name) as shelf:
+                digests = [digest for digest in shelf.names() if is_digest(digest) and digest.startswith(prefix)]
             for digest in digests:
                 text = read_hint(root, kind, digest)
                 if text is not None:

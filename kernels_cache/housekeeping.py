@@ -11,7 +11,7 @@ from mlaprep.kernels_cache.entries import measure
 from mlaprep.kernels_cache.files import TEMPORARY, Folder, Identity, descend, new_name
 from mlaprep.kernels_cache.hints import BLOBS, LINKS, drop_hint, iterate_hints
 from mlaprep.kernels_cache.key import is_arch, is_digest
-from mlaprep.kernels_cache.locks import try_lock_folder
+from mlaprep.kernels_cache.locks import LOCKS, remove_free_lock, try_lock_folder
 
 QUARANTINE: Final = "quarantine"
 _KEPT_IN_QUARANTINE: Final = 16
@@ -55,7 +55,7 @@ def usage(root: Folder) -> list[Usage]:
 
 
 def evict(root: Folder, limit: int) -> tuple[int, int]:
-    """Remove entries, the least recently used first, until ``limit`` bytes are left.
+    """Remove entries, the least recently used first, until ``limit`` bytes are left, and the hints to them.
 
     Returns how many were removed and the bytes that are left. Raises OSError.
     """
@@ -71,6 +71,7 @@ def evict(root: Folder, limit: int) -> tuple[int, int]:
             break
         evicted += discard(root, entry.arch, entry.key)
         left -= entry.size
+    drop_lost_hints(root)
     return evicted, left
 
 
@@ -102,6 +103,14 @@ def quarantine(root: Folder, folder: Folder, name: str, identity: Identity | Non
     return True
 
 
+def empty_quarantine(root: Folder) -> None:
+    """Remove everything that was set aside. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError), root.open(QUARANTINE) as aside:
+        for name in aside.names():
+            with contextlib.suppress(FileNotFoundError):
+                aside.remove(name)
+
+
 @contextlib.contextmanager
 def staged(temporary: Folder) -> Iterator[tuple[str, Folder]]:
     """A new folder to fill and move away, with its name. It is gone afterwards even if it stays unmoved."""
@@ -121,12 +130,28 @@ def drop_lost_hints(root: Folder) -> None:
     places = {f"{arch}/{key}" for arch, key in names}
     for kind, targets in ((LINKS, keys), (BLOBS, places)):
         for digest, text in iterate_hints(root, kind):
-            if text not in targets:
+            # Looked for once more: it may have been published since.
+            if text not in targets and not leads_somewhere(root, kind, text):
                 drop_hint(root, kind, digest)
 
 
+def drop_links(root: Folder, key: str) -> None:
+    """Drop the links that lead to a key."""
+    for digest, text in iterate_hints(root, LINKS):
+        if text == key:
+            drop_hint(root, LINKS, digest)
+
+
+def leads_somewhere(root: Folder, kind: str, text: str) -> bool:
+    """Whether there is an entry where a hint's text leads. Raises OSError."""
+    arch, _, key = text.rpartition("/")
+    if not is_digest(key) or (kind == BLOBS and not is_arch(arch)):
+        return False
+    return any(arch in ("", found) for found, _ in entry_names(root, key))
+
+
 def sweep(root: Folder, min_age_s: float) -> int:
-    """Remove what is ``min_age_s`` old in the temporary folder and has no living writer; how many it was."""
+    """Remove what is ``min_age_s`` old and belongs to no living writer or holder of a lock; how many it was."""
     swept = 0
     with contextlib.suppress(FileNotFoundError), root.open(TEMPORARY) as temporary:
         for name in temporary.names():
@@ -134,6 +159,8 @@ def sweep(root: Folder, min_age_s: float) -> int:
                 if _is_stale(temporary, name, min_age_s):
                     temporary.remove(name)
                     swept += 1
+    with contextlib.suppress(FileNotFoundError), root.open(LOCKS) as locks:
+        swept += sum(_is_old(locks, name, min_age_s) and remove_free_lock(locks, name) for name in locks.names())
     return swept
 
 
@@ -144,6 +171,12 @@ def _clear(temporary: Folder, name: str) -> None:
         pass  # moved to its place, or swept by somebody else
     except OSError as error:
         _log.warning("kernel cache: %s/%s is left for a later sweep: %s", temporary.where, name, error)
+
+
+def _is_old(folder: Folder, name: str, min_age_s: float) -> bool:
+    with contextlib.suppress(OSError):
+        return time.time() - folder.status(name).st_mtime >= min_age_s
+    return False
 
 
 def _is_stale(temporary: Folder, name: str, min_age_s: float) -> bool:

@@ -8,24 +8,35 @@ from pathlib import Path
 from mlaprep.kernels_cache.errors import StoreError
 
 
-def default_cache_dir(environ: Mapping[str, str]) -> Path:
-    """``$MLAPREP_CACHE_DIR``, else ``$XDG_CACHE_HOME/mlaprep``, else ``~/.cache/mlaprep``.
+def cache_dir(given: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> Path:
+    """The directory that was given, else ``$MLAPREP_CACHE_DIR``, ``$XDG_CACHE_HOME/mlaprep``, ``~/.cache/mlaprep``.
 
-    Empty variables count as unset, and so does a relative ``XDG_CACHE_HOME``, as its specification asks.
+    Wherever a directory is named, by an option, a setting or the environment, it is read here: ``~/`` at its
+    start is the home directory, and an empty one counts as not given. So does a relative ``XDG_CACHE_HOME``,
+    as its specification asks.
 
     Raises:
-        StoreError: none is set and there is no home directory.
+        StoreError: another user's home, or none is named and there is no home directory.
     """
-    own = environ.get("MLAPREP_CACHE_DIR", "")
+    own = os.fspath(given or "") or environ.get("MLAPREP_CACHE_DIR", "")
     shared = environ.get("XDG_CACHE_HOME", "")
     home = environ.get("HOME", "") or _home_of_account()
+    if own == "~" or own.startswith("~/"):
+        return Path(home + own[1:]).absolute()
+    if own.startswith("~"):
+        raise StoreError("a kernel cache cannot be in another user's home directory; name yours by ~/, or a full path")
     if own:
-        return Path(own.replace("~", home, 1) if own.startswith("~/") else own).absolute()
+        return Path(own).absolute()
     if os.path.isabs(shared):
         return Path(shared) / "mlaprep"
     if not os.path.isabs(home):
         raise StoreError("no place for a kernel cache: set MLAPREP_CACHE_DIR, XDG_CACHE_HOME or HOME")
     return Path(home) / ".cache" / "mlaprep"
+
+
+def default_cache_dir(environ: Mapping[str, str]) -> Path:
+    """:func:`cache_dir` where none was given."""
+    return cache_dir(None, environ)
 
 
 def default_max_bytes(environ: Mapping[str, str]) -> int | None:

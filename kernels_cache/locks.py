@@ -14,8 +14,11 @@ from typing import Final
 
 from mlaprep.kernels_cache.files import PRIVATE_FILE, Folder
 
+LOCKS: Final = "locks"
+"""Where a store's root keeps its lock files."""
+
 _FIRST_PAUSE_S: Final = 0.001
-_LONGEST_PAUSE_S: Final = 0.02
+_LONGEST_PAUSE_S: Final = 0.1
 _OPEN_LOCK: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -44,6 +47,29 @@ def try_lock_folder(folder: Folder) -> bool | None:
     return True
 
 
+def remove_free_lock(folder: Folder, name: str) -> bool:
+    """Remove a lock file that a killed holder left; False where somebody holds it, or it cannot be told."""
+    try:
+        descriptor = os.open(name, _OPEN_LOCK & ~os.O_CREAT, dir_fd=folder.descriptor)
+    except OSError:
+        return False
+    try:
+        with contextlib.suppress(OSError):  # where nothing can be locked, nobody holds it
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        status = os.fstat(descriptor)
+        if not folder.holds(name, (status.st_dev, status.st_ino)):
+            return False
+        os.unlink(name, dir_fd=folder.descriptor)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
 def _acquire(open_folder: Callable[[], Folder], name: str, deadline: float) -> int | None:
     pause = _FIRST_PAUSE_S
     while True:
@@ -59,7 +85,7 @@ def _acquire(open_folder: Callable[[], Folder], name: str, deadline: float) -> i
         if left <= 0:
             return None
         time.sleep(min(pause, left))
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+        pause = min(1.5 * pause, _LONGEST_PAUSE_S)
 
 
 def _try_once(open_folder: Callable[[], Folder], name: str) -> int | None:

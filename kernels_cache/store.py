@@ -50,6 +50,13 @@ class KernelStore(Protocol):
     def get_blob(self, digest: str) -> bytes | None:
         """The cubin with this sha256, verified; never raises."""
 
+    def find_blob(self, prefix: str) -> str | None:
+        """The one digest of a cubin that starts with this prefix, among those noted; never reads every entry.
+
+        Raises:
+            AmbiguousKeyError: several do.
+        """
+
     def publish(self, artifact: KernelArtifact) -> None:
         """Keep an artifact. A store that cannot write counts it and goes on.
 
@@ -149,6 +156,12 @@ class MemoryStore:
         with self._lock:
             key = next(iter(self._blobs.get(digest, ())), None)
             return None if key is None else self._entries[key].cubin
+
+    def find_blob(self, prefix: str) -> str | None:
+        if not is_prefix(prefix):
+            return None
+        with self._lock:
+            return only_key(prefix, (digest for digest in self._blobs if digest.startswith(prefix)))
 
     def publish(self, artifact: KernelArtifact) -> None:
         artifact.verify()
@@ -266,6 +279,9 @@ class TieredStore:
     def get_blob(self, digest: str) -> bytes | None:
         blobs = (tier.get_blob(digest) for tier in self.tiers)
         return next((blob for blob in blobs if blob is not None), None)
+
+    def find_blob(self, prefix: str) -> str | None:
+        return only_key(prefix, (found for tier in self.tiers if (found := tier.find_blob(prefix)) is not None))
 
     def publish(self, artifact: KernelArtifact) -> None:
         for tier in self.tiers:

@@ -14,10 +14,11 @@ from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.service import problems
 from mlaprep.service.body import BodyLimit
 from mlaprep.service.compiler import Compiler
+from mlaprep.service.drain import Drain, DrainGate
 from mlaprep.service.edge import Edge
-from mlaprep.service.routes import artifacts, health, inspection, kernels, variants, vocabulary
+from mlaprep.service.routes import artifacts, health, inspection, kernels, reference, variants, vocabulary
 from mlaprep.service.schemas import ProblemReply
-from mlaprep.service.settings import Settings
+from mlaprep.service.settings import Settings, read_settings
 from mlaprep.service.state import Service
 
 _ROUTERS: Final = (
@@ -27,6 +28,7 @@ _ROUTERS: Final = (
     variants.router,
     vocabulary.router,
     health.router,
+    reference.router,
 )
 _DESCRIPTION: Final = (
     "Generates, compiles, caches and serves the fused MLA prepare kernel. Errors are problem details "
@@ -47,9 +49,9 @@ def create_app(
         store, compiler: in place of those that the settings describe.
 
     Raises:
-        ValueError: settings that must not be served, see :class:`Settings`.
+        SpecError: settings that must not be served, see :class:`Settings`.
     """
-    service = Service.assemble(settings or Settings(), store, compiler)
+    service = Service.assemble(settings or read_settings(), store, compiler)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -67,13 +69,16 @@ def create_app(
         version=_version(),
         description=_DESCRIPTION,
         lifespan=lifespan,
+        docs_url=None,  # the framework's pages load scripts from elsewhere; ours is in routes.reference
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the Host header of whoever asked
     )
     app.state.service = service
+    drain = app.state.drain = Drain()
     problems.install(app)
     # The last added is met first.
     app.add_middleware(BodyLimit, max_bytes=service.settings.max_body_bytes)
+    app.add_middleware(DrainGate, drain=drain)
     app.add_middleware(Edge, methods=_methods_of)
     for router in _ROUTERS:
         app.include_router(router)

@@ -1,6 +1,7 @@
 """Who may build: anyone on loopback where no token is set, else whoever brings the token."""
 
 import hmac
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
@@ -16,6 +17,7 @@ def require_build_rights(request: Request, settings: Settings) -> None:
     """
     if settings.token is None:
         if _reached_by_loopback(request, settings):
+            _require_own_name(request)
             return
         raise ProblemError(
             403,
@@ -44,6 +46,39 @@ def _reached_by_loopback(request: Request, settings: Settings) -> bool:
     if server is None or server[1] is None:
         return True
     return is_loopback(server[0]) or not _is_address(server[0])
+
+
+def _require_own_name(request: Request) -> None:
+    """Refuse what a browser on this machine sends for a page of another site.
+
+    Such a page reaches loopback, by a name of its own that resolves to 127.0.0.1 or by a request across
+    origins. The Host and Origin headers tell, and a page cannot choose them. No page reaches a Unix socket.
+
+    Raises:
+        ProblemError: 403.
+    """
+    server = request.scope.get("server")
+    if server is not None and server[1] is None:
+        return
+    hosts, origins = request.headers.getlist("host"), request.headers.getlist("origin")
+    own = len(hosts) == 1 and is_loopback(_host_of(hosts[0]))
+    if own and all(origin.lower() == f"{request.scope['scheme']}://{hosts[0].lower()}" for origin in origins):
+        return
+    raise ProblemError(
+        403,
+        "foreign-origin",
+        "Building is not allowed under this name",
+        "The service has no token, so building must be asked of localhost or a loopback address, by its Host "
+        "header, and by no page of another origin. Set MLAPREP_TOKEN on the service to build under other names.",
+    )
+
+
+def _host_of(header: str) -> str:
+    """The host of a Host header, "" where it makes no sense."""
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _is_address(host: str) -> bool:

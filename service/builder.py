@@ -19,19 +19,23 @@ from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.service.compiler import DEFAULT_QUEUE_LIMIT, Compiler
 from mlaprep.service.errors import BuildError, CompileFailed, CompilerUnavailable
 from mlaprep.service.toolchain import compile_options, installed_nvrtc_version
-from mlaprep.service.workers import Workers
+from mlaprep.service.workers import PassedOn, Workers, running_future
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.errors import FieldProblem, SpecError
 from mlaprep.templates.render import KernelSource, check_target, render, templates_fingerprint
 from mlaprep.templates.spec import KernelSpec
 
 NEGATIVE_TTL_S: Final = 60.0
-LOCK_TIMEOUT_S: Final = 45.0
-"""How long another process may hold a key before this one compiles all the same."""
+LOCK_TIMEOUT_S: Final = 10.0
+"""How long another process may hold a key before this one compiles all the same.
+
+A compile takes a fraction of a second, with the start of the compiler a few; whoever holds a key for longer hangs.
+"""
 
 _MAX_FAILURES: Final = 1024
 _MAX_USES: Final = 65536
-_THREADS_BEYOND_PROCESSES: Final = 4  # those that wait for another process's lock occupy no compiler
+_THREADS_BEYOND_PROCESSES: Final = 4  # so that a compiler need not wait for the store
+_MAX_LOCK_WAITERS: Final = 64
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +88,10 @@ class Use:
 
 
 Target = tuple[KernelSpec, Arch]
+
+
+class _KeyHeld(Exception):
+    """Another process holds the key, or there are no locks to tell."""
 
 
 class Builder:
@@ -176,7 +184,8 @@ class Builder:
             if (flight := self._flights.get(target)) is not None:
                 self._counts["joined"] += 1
                 return Flight(flight, leads=False)
-            future = self._workers.submit(lambda: self._build(target))
+            future: Future[Built] = running_future()
+            self._workers.submit(lambda: self._build_or_wait(target, future), future)
             self._flights[target] = future
         future.add_done_callback(lambda _: self._land(target))
         self._note_use(target)
@@ -208,13 +217,15 @@ class Builder:
 
     def stats(self) -> BuilderStats:
         with self._lock:
-            return BuilderStats(**self._counts, waiting=self._workers.waiting, building=len(self._flights))
+            waiting = self._workers.waiting + self._waiters.waiting
+            return BuilderStats(**self._counts, waiting=waiting, building=len(self._flights))
 
     def close(self) -> None:
         """Fail what waits and end the compile processes. Safe to repeat."""
         if self._owns_compiler:
             self.compiler.close()
         self._workers.close()
+        self._waiters.close()
 
     def __enter__(self) -> Self:
         return self
@@ -226,27 +237,42 @@ class Builder:
         """Back to nothing in flight, for a forked copy: flights and threads stayed with its parent."""
         self._lock = threading.Lock()
         self._workers = Workers(self.compiler.processes + _THREADS_BEYOND_PROCESSES, self._queue_limit)
+        self._waiters = Workers(_MAX_LOCK_WAITERS, self._queue_limit, "mlaprep-wait")
         self._flights: dict[Target, Future[Built]] = {}
         self._failures: OrderedDict[Target, tuple[float, CompileFailed]] = OrderedDict()
         self._uses: OrderedDict[Target, Use] = OrderedDict()
         self._counts = dict.fromkeys(("hits", "misses", "compiles", "joined", "failures", "remembered_failures"), 0)
 
-    def _build(self, target: Target) -> Built:
+    def _build_or_wait(self, target: Target, future: "Future[Built]") -> Built:
+        """Build, unless another process holds the key: then threads of their own wait for it.
+
+        Keys that are held for long, however many, must not keep other kernels from being built.
+        """
         try:
-            return self._build_or_raise(*target)
+            return self._build(target, None)
+        except _KeyHeld:
+            until = time.monotonic() + self._lock_timeout_s
+            self._waiters.submit(lambda: self._build(target, max(0.0, until - time.monotonic())), future)
+            raise PassedOn() from None
+
+    def _build(self, target: Target, patience_s: float | None) -> Built:
+        try:
+            return self._build_or_raise(*target, patience_s)
         except BuildError as error:
             self._count("failures")
             if isinstance(error, CompileFailed):
                 self._remember_failure(target, error)
             raise
 
-    def _build_or_raise(self, spec: KernelSpec, arch: Arch) -> Built:
+    def _build_or_raise(self, spec: KernelSpec, arch: Arch, patience_s: float | None) -> Built:
         source = render(spec)
         try:
             # The installed wheel's version will do for the lock: of a herd of processes, those that find the
             # kernel built when their turn comes never load NVRTC.
             version = self.compiler.state().version or installed_nvrtc_version() or self.compiler.version()
-            with self.store.key_lock(_key(source, arch, version), self._lock_timeout_s):
+            with self.store.key_lock(_key(source, arch, version), patience_s or 0.0) as held:
+                if not held and patience_s is None:
+                    raise _KeyHeld()
                 return self._build_once(source, arch, version)
         except CompilerUnavailable:
             if (artifact := self._last_built(spec, arch)) is not None:

@@ -94,8 +94,11 @@ def _open_compiler() -> tuple[dict[str, Any], Any]:
 
 
 def _unavailable(library: str, error: Exception) -> dict[str, Any]:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
-    return {"unavailable": library, "reason": reason[:300]}
+    if any(kind.__name__ == "DynamicLibNotFoundError" for kind in type(error).__mro__):
+        # Its text lists every directory it looked into.
+        return {"unavailable": library, "reason": "no package and no directory of the system has it"}
+    words = " ".join(str(error).split())
+    return {"unavailable": library, "reason": words[:200] or type(error).__name__}
 
 
 def _probe_version(nvrtc: Any, capability: int) -> str:

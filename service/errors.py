@@ -3,6 +3,7 @@
 ::
 
     MlaprepError
+    ├── ListenError                 an address that the service cannot listen on; .host, .port
     ├── BuildError                  a kernel that could not be built
     │   ├── CompilerUnavailable     NVRTC is not there or does not load; names the library
     │   ├── CompileFailed           the compiler refused the source; the same again would fail the same
@@ -25,6 +26,22 @@ RETRY_AFTER_S: Final = 10
 """How long a caller should wait before it asks again for something that was unavailable."""
 
 
+class ListenError(MlaprepError):
+    """The service cannot listen where it should: the port is taken, or the address is not this machine's."""
+
+    def __init__(self, host: str, port: int, reason: str) -> None:
+        self.host = host
+        self.port = port
+        self.reason = reason
+        super().__init__(
+            f"cannot listen on {host} port {port}: {reason}; stop what listens there, or choose another by "
+            "--host, --port, MLAPREP_HOST or MLAPREP_PORT (port 0 picks a free one)"
+        )
+
+    def __reduce__(self) -> tuple[type["ListenError"], tuple[str, int, str]]:
+        return type(self), (self.host, self.port, self.reason)
+
+
 class BuildError(MlaprepError):
     """Base of everything that keeps a kernel from being built."""
 
@@ -40,7 +57,7 @@ class CompilerUnavailable(BuildError):
         self.reason = reason
         super().__init__(
             f"cannot compile: {library} is missing or does not load ({reason}); "
-            "install mlaprep[cuda12], or fetch kernels that are built already"
+            "install mlaprep[service,cuda12], or fetch kernels that are built already"
         )
 
     def again(self) -> "CompilerUnavailable":

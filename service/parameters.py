@@ -27,19 +27,21 @@ class QueryParameter:
     allowed: str
     read: Callable[[str], Any]
     default: Any = None
+    example: Any = None
 
     def openapi(self) -> dict[str, Any]:
         """The parameter object of an OpenAPI document."""
-        return {
+        described = {
             "name": self.name,
             "in": "query",
             "required": False,
             "description": self.description,
             "schema": dict(self.schema),
         }
+        return described if self.example is None else described | {"example": self.example}
 
 
-def choice(name: str, choices: tuple[str, ...], description: str) -> QueryParameter:
+def choice(name: str, choices: tuple[str, ...], description: str, example: str | None = None) -> QueryParameter:
     """One of a few words."""
 
     def read(text: str) -> str:
@@ -48,10 +50,12 @@ def choice(name: str, choices: tuple[str, ...], description: str) -> QueryParame
         return text
 
     schema = {"type": "string", "enum": list(choices)}
-    return QueryParameter(name, schema, description, "one of " + ", ".join(choices), read)
+    return QueryParameter(name, schema, description, "one of " + ", ".join(choices), read, example=example)
 
 
-def integer(name: str, low: int, high: int, description: str, default: int | None = None) -> QueryParameter:
+def integer(
+    name: str, low: int, high: int, description: str, default: int | None = None, example: int | None = None
+) -> QueryParameter:
     """A decimal integer without sign or leading zero."""
 
     def read(text: str) -> int:
@@ -61,7 +65,7 @@ def integer(name: str, low: int, high: int, description: str, default: int | Non
         return number
 
     schema = {"type": "integer", "minimum": low, "maximum": high} | ({} if default is None else {"default": default})
-    return QueryParameter(name, schema, description, f"an integer from {low} to {high}", read, default)
+    return QueryParameter(name, schema, description, f"an integer from {low} to {high}", read, default, example)
 
 
 def flag(name: str, description: str) -> QueryParameter:
@@ -72,7 +76,8 @@ def flag(name: str, description: str) -> QueryParameter:
             raise ValueError
         return text == "true"
 
-    return QueryParameter(name, {"type": "boolean", "default": False}, description, "true or false", read, False)
+    schema = {"type": "boolean", "default": False}
+    return QueryParameter(name, schema, description, "true or false", read, False, True)
 
 
 def read_query(request: Request, *parameters: QueryParameter) -> dict[str, Any]:

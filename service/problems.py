@@ -140,7 +140,7 @@ def problem_of(error: Exception) -> ProblemError:
 
 def install(app: FastAPI) -> None:
     """Answer every error of an application with a problem."""
-    for kind in (
+    kinds = (
         ProblemError,
         SpecError,
         TemplateError,
@@ -149,7 +149,8 @@ def install(app: FastAPI) -> None:
         AmbiguousKeyError,
         RequestValidationError,
         HTTPException,
-    ):
+    )
+    for kind in kinds:
         app.add_exception_handler(kind, _answer)
     app.add_exception_handler(Exception, _answer_unexpected)
 

@@ -165,16 +165,16 @@ class ArchsReply(_Reply):
 class HealthReply(_Reply):
     """The process answers."""
 
-    status: Literal["ok"]
+    status: Literal["ok"] = Field(examples=["ok"])
 
 
 class CompilerReply(_Reply):
     """The compile processes."""
 
-    status: Literal["idle", "starting", "ready", "unavailable", "closed"]
+    status: Literal["idle", "starting", "ready", "unavailable", "closed"] = Field(examples=["ready"])
     nvrtc_version: str | None = Field(examples=["12.9.86"])
     missing: str | None = Field(description="the library that keeps it from working", examples=[None])
-    reason: str | None = Field(examples=[None])
+    reason: str | None = Field(description="what is wrong with that library", examples=[None])
     processes: int = Field(description="running now", examples=[2])
     queued: int = Field(examples=[0])
 
@@ -182,39 +182,39 @@ class CompilerReply(_Reply):
 class StoreReply(_Reply):
     """The kernel store's counters since start, and what it holds."""
 
-    hits: int
-    misses: int
-    damaged: int
-    quarantined: int
-    evicted: int
-    write_errors: int
-    differing: int
-    entries: int
-    bytes: int
+    hits: int = Field(examples=[40])
+    misses: int = Field(examples=[2])
+    damaged: int = Field(examples=[0])
+    quarantined: int = Field(examples=[0])
+    evicted: int = Field(examples=[0])
+    write_errors: int = Field(examples=[0])
+    differing: int = Field(examples=[0])
+    entries: int = Field(examples=[12])
+    bytes: int = Field(examples=[398000])
 
 
 class CountersReply(_Reply):
     """What this process did since it started."""
 
-    hits: int
-    misses: int
-    compiles: int
-    joined: int
-    failures: int
-    remembered_failures: int
-    waiting: int
-    building: int
-    crashes: int
-    timeouts: int
+    hits: int = Field(examples=[40])
+    misses: int = Field(examples=[2])
+    compiles: int = Field(examples=[2])
+    joined: int = Field(examples=[1])
+    failures: int = Field(examples=[0])
+    remembered_failures: int = Field(examples=[0])
+    waiting: int = Field(examples=[0])
+    building: int = Field(examples=[0])
+    crashes: int = Field(examples=[0])
+    timeouts: int = Field(examples=[0])
 
 
 class ReadyReply(_Reply):
     """Whether this process can do its work, and why not."""
 
-    ready: bool
+    ready: bool = Field(examples=[True])
     reasons: list[str] = Field(description="why it is not ready", examples=[[]])
     warnings: list[str] = Field(description="what is wrong without keeping it from working", examples=[[]])
-    read_only: bool
+    read_only: bool = Field(examples=[False])
     compiler: CompilerReply
     store: StoreReply
     counters: CountersReply
@@ -234,7 +234,7 @@ class ProblemReply(_Reply):
     type: str = Field(examples=["urn:mlaprep:problem:invalid-spec"])
     title: str = Field(examples=["The kernel specification is not valid"])
     status: int = Field(examples=[422])
-    detail: str
+    detail: str = Field(examples=["num_heads: found an integer that is not allowed; allowed: an integer from 1 to 256"])
     problems: list[FieldProblemReply] | None = None
 
 

@@ -1,66 +1,121 @@
 """The service as a process: uvicorn with limits and a drain."""
 
+import asyncio
 import contextlib
+import logging
+import os
 import signal
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Final
 
 import uvicorn
 
 from mlaprep.service.app import create_app
-from mlaprep.service.settings import Settings
+from mlaprep.service.drain import Drain
+from mlaprep.service.errors import ListenError
+from mlaprep.service.settings import Settings, read_settings
+
+LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+_BACKLOG: Final = 2048
+_TICK_S: Final = 0.02
 
 
 def serve(settings: Settings | None = None, *, on_listening: Callable[[int], None] | None = None) -> None:
     """Serve until SIGTERM or an interrupt, drain, and return. Call it from the main thread.
 
-    No new connection is taken, running requests may finish for ``shutdown_grace_s`` seconds, compile processes
-    are ended by their pids. A second interrupt does not wait.
+    The address is taken before anything else starts. Warnings and errors go to stderr with their time, unless
+    logging has been set up already. While it drains, running requests may finish for ``shutdown_grace_s``
+    seconds, new ones get a 503; then compile processes are ended by their pids. A second interrupt does not
+    wait.
 
     Args:
         settings: by default from the environment.
-        on_listening: called with the port once connections are taken; port 0 has become a free one by then.
+        on_listening: called with the port once requests are answered; port 0 has become a free one by then.
 
     Raises:
-        ValueError: settings that must not be served, see :class:`Settings`.
-        SystemExit: the server did not start, for one because the port is taken; uvicorn has logged why.
+        SpecError: settings that must not be served, see :class:`Settings`.
+        ListenError: the address cannot be listened on, for one because the port is taken.
+        SystemExit: the server did not start for another reason; it has been logged.
     """
-    settings = settings or Settings()
-    config = uvicorn.Config(
-        create_app(settings),
-        host=settings.host,
-        port=settings.port,
-        access_log=settings.access_log,
-        limit_concurrency=settings.max_connections,
-        timeout_graceful_shutdown=settings.shutdown_grace_s,
-        proxy_headers=False,
-        server_header=False,
-        ws="none",
-    )
-    server = _Server(config, on_listening)
+    settings = settings or read_settings()
+    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
+    if settings.access_log:
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(listener) for listener in listen(settings.host, settings.port)]
+        app = create_app(settings)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=settings.access_log,
+            limit_concurrency=settings.max_connections,
+            timeout_graceful_shutdown=settings.shutdown_grace_s,
+            backlog=_BACKLOG,
+            proxy_headers=False,
+            server_header=False,
+            ws="none",
+        )
+        server = _Server(config, app.state.drain, on_listening)
 
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        server.should_exit = True
+        def stop(_signal: int, _frame: FrameType | None) -> None:
+            server.should_exit = True
 
-    # uvicorn sends itself the signal again once it has drained; a default handler would then end the process
-    # as if it had been killed. This one also catches a signal that comes before uvicorn's own are in place.
-    before = signal.signal(signal.SIGTERM, stop)
+        # uvicorn sends itself the signal again once it has drained; a default handler would then end the process
+        # as if it had been killed. This one also catches a signal that comes before uvicorn's own are in place.
+        before = signal.signal(signal.SIGTERM, stop)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                server.run(listeners)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def listen(host: str, port: int) -> Sequence[socket.socket]:
+    """Sockets that listen on every address of a host, all on one port; port 0 is a free one.
+
+    Raises:
+        ListenError: an address that cannot be had.
+    """
+    shown = f"[{host}]" if ":" in host else host
+    sockets: list[socket.socket] = []
     try:
-        with contextlib.suppress(KeyboardInterrupt):
-            server.run()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        found = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(found):
+            bound = sockets[0].getsockname()[1] if sockets else port
+            place = (address[0], bound, *address[2:])
+            sockets.append(socket.create_server(place, family=family, backlog=_BACKLOG))
+    except OSError as error:
+        for opened in sockets:
+            opened.close()
+        # A failed look-up has a negative number and words of its own.
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or "no such address"
+        raise ListenError(shown, port, reason) from None
+    return sockets
 
 
 class _Server(uvicorn.Server):
-    """Tells when it listens; uvicorn itself only logs it."""
+    """Tells when it listens, which uvicorn only logs, and turns new requests away before it stops listening."""
 
-    def __init__(self, config: uvicorn.Config, on_listening: Callable[[int], None] | None) -> None:
+    def __init__(self, config: uvicorn.Config, drain: Drain, on_listening: Callable[[int], None] | None) -> None:
         super().__init__(config)
+        self._drain = drain
         self._on_listening = on_listening
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and self._on_listening is not None:
             self._on_listening(self.servers[0].sockets[0].getsockname()[1])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        grace = self.config.timeout_graceful_shutdown or 0
+        deadline = time.monotonic() + grace
+        self._drain.begin()
+        while self._drain.running and not self.force_exit and time.monotonic() < deadline:
+            await asyncio.sleep(_TICK_S)
+        # What is left of the grace is for replies that are still being sent.
+        self.config.timeout_graceful_shutdown = max(0, round(deadline - time.monotonic()))
+        await super().shutdown(sockets)

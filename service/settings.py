@@ -1,18 +1,28 @@
 """Settings of the service, from environment variables that start with ``MLAPREP_``."""
 
 import ipaddress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from mlaprep.kernels_cache.disk import DISK_BYTES
 from mlaprep.kernels_cache.store import MEMORY_BYTES
 from mlaprep.service.builder import NEGATIVE_TTL_S
 from mlaprep.service.compiler import DEFAULT_MEMORY_BYTES, DEFAULT_QUEUE_LIMIT, DEFAULT_TIMEOUT_S
+from mlaprep.templates.environment import SWITCH_WORDS, parse_switch
+from mlaprep.templates.errors import FieldProblem, SpecError
 
 _MIB: Final = 2**20
+_ALLOWED: Final[Mapping[str, str]] = {
+    "host": "a loopback address; or any with MLAPREP_TOKEN set, or with MLAPREP_READ_ONLY=true to serve built kernels "
+    "only: without either, whoever reaches this service could make the machine compile",
+    "token": "up to 1024 printable ASCII characters without spaces",
+    "cache_dir": "a directory",
+}
+_NO_NUMBER: Final = ("int_parsing", "int_parsing_size", "int_type", "int_from_float", "float_parsing", "float_type")
 
 
 class Settings(BaseSettings):
@@ -71,11 +81,17 @@ class Settings(BaseSettings):
     )
     access_log: bool = Field(default=False, description="write one log line a request")
 
-    @field_validator("token", mode="before")
+    @field_validator("token", "cache_dir", mode="before")
     @classmethod
-    def _no_empty_token(cls, value: Any) -> Any:
+    def _none_where_empty(cls, value: Any) -> Any:
         """An empty variable is how a compose file says "none"."""
         return None if value == "" else value
+
+    @field_validator("read_only", "access_log", mode="before")
+    @classmethod
+    def _switch(cls, value: Any) -> Any:
+        """The words that every switch of mlaprep knows, no others."""
+        return parse_switch("switch", value) if isinstance(value, str) else value
 
     @field_validator("token")
     @classmethod
@@ -105,3 +121,47 @@ def is_loopback(host: str) -> bool:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).is_loopback
+
+
+def read_settings(options: Mapping[str, Any] | None = None) -> Settings:
+    """Settings from command line options, by field name, and from the environment for all others.
+
+    Raises:
+        SpecError: every setting at fault, by the name of its option or variable; no value is repeated.
+    """
+    given = dict(options or {})
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        faults = error.errors(include_input=False, include_url=False)
+    raise SpecError([_problem(fault, given) for fault in faults])
+
+
+def _problem(fault: Mapping[str, Any], options: Mapping[str, Any]) -> FieldProblem:
+    name = str(fault["loc"][0]) if fault["loc"] else "host"  # the one check of several fields is about the address
+    shown = f"--{name.replace('_', '-')}" if name in options else f"MLAPREP_{name.upper()}"
+    kind = str(fault["type"])
+    if not fault["loc"]:
+        found = "an address that others can reach, and no token"
+    elif kind in _NO_NUMBER:
+        found = "a string that is no number" if kind.startswith("float") else "a string that is no integer"
+    elif "than" in kind or kind == "finite_number":
+        found = "a number out of range"
+    else:
+        found = "a string that is not allowed"
+    return FieldProblem(shown, found, _allowed(name))
+
+
+def _allowed(name: str) -> str:
+    """What a setting may be, in words."""
+    field = Settings.model_fields[name]
+    if name in _ALLOWED:
+        return _ALLOWED[name]
+    if field.annotation is bool:
+        return SWITCH_WORDS
+    bounds = {
+        kind: getattr(item, kind) for item in field.metadata for kind in ("ge", "gt", "le", "lt") if hasattr(item, kind)
+    }
+    noun = "a number" if field.annotation is float else "an integer"
+    low = f"{bounds['ge']:,} or more" if "ge" in bounds else f"above {bounds.get('gt', 0):,}"
+    return f"{noun}, {low}" + (f", at most {bounds['le']:,}" if "le" in bounds else "")

@@ -11,8 +11,8 @@ from anyio.to_thread import run_sync
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlaprep.kernels_cache.disk import open_default_store
 from mlaprep.kernels_cache.key import canonical_json
+from mlaprep.kernels_cache.opening import open_store_or_memory
 from mlaprep.kernels_cache.store import KernelStore, MemoryStore, TieredStore
 from mlaprep.service.builder import Builder, Built, Target
 from mlaprep.service.catalog import Catalog
@@ -45,7 +45,9 @@ class Service:
         cls, settings: Settings, store: KernelStore | None = None, compiler: Compiler | None = None
     ) -> "Service":
         """Everything from settings; opens the cache directory and starts no process."""
-        store = store or open_store(settings)
+        cache_warning = ""
+        if store is None:
+            store, cache_warning = open_store(settings)
         owns_compiler = compiler is None
         compiler = compiler or Compiler(
             settings.compile_processes,
@@ -57,10 +59,10 @@ class Service:
             store,
             compiler,
             negative_ttl_s=settings.negative_ttl_s,
-            lock_timeout_s=settings.compile_timeout_s + 10,
             queue_limit=settings.compile_queue,
         )
-        return cls(settings, store, compiler, builder, Catalog(builder), conflicts(), owns_compiler)
+        warnings = (*conflicts(), *([cache_warning] if cache_warning else []))
+        return cls(settings, store, compiler, builder, Catalog(builder), warnings, owns_compiler)
 
     async def find(self, spec: KernelSpec, arch: Arch) -> Built | None:
         """The kernel if it is built."""
@@ -114,16 +116,16 @@ class Service:
         self.builder.close()
 
 
-def open_store(settings: Settings) -> KernelStore:
-    """The disk store with a memory above it, or whatever is left where no directory can be written."""
+def open_store(settings: Settings) -> tuple[KernelStore, str]:
+    """The disk store with a memory above it, or whatever is left where no directory can be written, and why."""
     environ = dict(os.environ)
     if settings.cache_dir is not None:
         environ["MLAPREP_CACHE_DIR"] = str(settings.cache_dir)
     environ["MLAPREP_CACHE_MAX_BYTES"] = str(settings.cache_max_bytes)
-    store = open_default_store(environ)
+    store, warning = open_store_or_memory(environ)
     if isinstance(store, MemoryStore | TieredStore) or settings.memory_max_bytes == 0:
-        return store
-    return TieredStore([MemoryStore(settings.memory_max_bytes), store])
+        return store, warning
+    return TieredStore([MemoryStore(settings.memory_max_bytes), store]), warning
 
 
 async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

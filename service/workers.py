@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
@@ -14,6 +15,10 @@ T = TypeVar("T")
 _JOIN_TIMEOUT_S: Final = 5.0
 
 
+class PassedOn(Exception):
+    """Raised by a call that has given its future to somebody else, who settles it."""
+
+
 class Workers:
     """Up to ``threads`` daemon threads, started as calls come in.
 
@@ -21,7 +26,8 @@ class Workers:
     deadline.
     """
 
-    def __init__(self, threads: int, queue_limit: int) -> None:
+    def __init__(self, threads: int, queue_limit: int, name: str = "mlaprep-build") -> None:
+        self._name = name
         self._limit = threads
         self._queue_limit = queue_limit
         self._lock = threading.Lock()
@@ -36,25 +42,25 @@ class Workers:
         """Calls that no thread has taken up yet."""
         return self._waiting
 
-    def submit(self, call: Callable[[], T]) -> "Future[T]":
-        """Run a call soon; the future cannot be cancelled, since several may wait for it.
+    def submit(self, call: Callable[[], T], future: "Future[T] | None" = None) -> "Future[T]":
+        """Run a call soon; the future, new if none is given, cannot be cancelled, since several may wait for it.
 
         Raises:
-            QueueFull: ``queue_limit`` calls wait already.
+            QueueFull: ``queue_limit`` calls wait already, or there is no thread and none can be started.
             BuilderClosed: :meth:`close` came first.
         """
-        future: Future[T] = running_future()
+        future = future or running_future()
         with self._lock:
             if self._closed:
                 raise BuilderClosed()
             if self._waiting >= self._queue_limit:
                 raise QueueFull(self._queue_limit)
+            if self._waiting >= self._idle and len(self._threads) < self._limit:
+                self._start_thread()
+            if not self._threads:
+                raise QueueFull(self._queue_limit)
             self._waiting += 1
             self._calls.put((future, call))
-            if self._waiting > self._idle and len(self._threads) < self._limit:
-                thread = threading.Thread(target=self._work, name="mlaprep-build", daemon=True)
-                self._threads.append(thread)
-                thread.start()
         return future
 
     def close(self) -> None:
@@ -68,9 +74,16 @@ class Workers:
                     item[0].set_exception(BuilderClosed())
         for _ in threads:
             self._calls.put(None)
+        deadline = time.monotonic() + _JOIN_TIMEOUT_S
         for thread in threads:
             if thread is not threading.current_thread():
-                thread.join(_JOIN_TIMEOUT_S)
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        with contextlib.suppress(RuntimeError):  # out of threads or memory: those there are go on
+            thread.start()
+            self._threads.append(thread)
 
     def _work(self) -> None:
         while True:
@@ -85,6 +98,8 @@ class Workers:
             future, call = item
             try:
                 result = call()
+            except PassedOn:
+                pass
             except BaseException as error:
                 future.set_exception(error)
             else:

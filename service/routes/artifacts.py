@@ -7,7 +7,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlaprep.kernels_cache.errors import AmbiguousKeyError
 from mlaprep.kernels_cache.key import is_digest
 from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.service.parameters import read_query
@@ -62,17 +61,10 @@ async def _redirect(store: KernelStore, prefix: str) -> Response:
     if not _PREFIX.fullmatch(prefix):
         allowed = "64 lower-case hexadecimal digits, or the first 8 or more of them"
         raise invalid_fields([FieldProblem("digest", "a string that is no digest", allowed)])
-    digest = await in_thread(_only_digest, store, prefix)
+    digest = await in_thread(store.find_blob, prefix)
     if digest is None:
         raise _no_artifact()
     return Response(status_code=307, headers={"location": f"/v1/artifacts/{digest}", "cache-control": "no-cache"})
-
-
-def _only_digest(store: KernelStore, prefix: str) -> str | None:
-    digests = {manifest.cubin_sha256 for manifest in store.list() if manifest.cubin_sha256.startswith(prefix)}
-    if len(digests) > 1:
-        raise AmbiguousKeyError(prefix, len(digests))
-    return next(iter(digests), None)
 
 
 def _no_artifact() -> ProblemError:

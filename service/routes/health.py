@@ -34,13 +34,15 @@ async def readyz(request: Request) -> Response:
     service = service_of(request)
     if not service.settings.read_only:
         service.compiler.start()
-    document = await in_thread(_document, service)
+    document = await in_thread(_document, service, request.app.state.drain.began)
     return json_response(document, 200 if document["ready"] else 503)
 
 
-def _document(service: Service) -> dict[str, Any]:
+def _document(service: Service, draining: bool) -> dict[str, Any]:
     compiler = service.compiler.state()
     reasons = [] if service.settings.read_only else _reasons(compiler)
+    if draining:
+        reasons = ["the service is shutting down"]
     counters = asdict(service.builder.stats())
     return {
         "ready": not reasons,

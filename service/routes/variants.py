@@ -10,7 +10,7 @@ from starlette.responses import Response
 from mlaprep.service.catalog import STATES, Filter, Variant, VariantArch
 from mlaprep.service.parameters import QueryParameter, choice, integer, read_query
 from mlaprep.service.routes.documentation import VariantPath, problems, query
-from mlaprep.service.schemas import VariantReply, VariantsReply
+from mlaprep.service.schemas import ARCH, VARIANT_ID, VariantReply, VariantsReply
 from mlaprep.service.state import in_thread, json_response, service_of
 from mlaprep.templates.arch import ARCHS, Arch
 from mlaprep.templates.presets import PRESETS
@@ -26,14 +26,15 @@ _CURSOR: Final = QueryParameter(
     "next_cursor of the page before",
     "next_cursor of the page before, a variant id",
     parse_variant_id,
+    example=VARIANT_ID,
 )
 _PARAMETERS: Final = (
-    choice("arch", tuple(map(str, ARCHS)), "one architecture only"),
-    choice("model", tuple(PRESETS), "variants of this preset's shape only"),
-    integer("num_heads", 1, 256, "this many query heads on a rank only"),
-    choice("layout", _LAYOUTS, "this cache layout only"),
-    choice("state", STATES, "architectures in this state only"),
-    integer("limit", 1, 500, "variants on a page", default=100),
+    choice("arch", tuple(map(str, ARCHS)), "one architecture only", str(ARCH)),
+    choice("model", tuple(PRESETS), "variants of this preset's shape only", "kimi-k3"),
+    integer("num_heads", 1, 256, "this many query heads on a rank only", example=12),
+    choice("layout", _LAYOUTS, "this cache layout only", "fp8"),
+    choice("state", STATES, "architectures in this state only", "built"),
+    integer("limit", 1, 500, "variants on a page", default=100, example=20),
     _CURSOR,
 )
 

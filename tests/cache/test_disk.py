@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from cache.samples import make_artifact, numbered
 
+from mlaprep.kernels_cache import disk as disk_module
 from mlaprep.kernels_cache.disk import DiskStore
 from mlaprep.kernels_cache.elf import complete_cubin
 from mlaprep.kernels_cache.errors import StoreError
@@ -275,6 +276,107 @@ def test_sweep_takes_what_is_old_and_has_no_writer(store: DiskStore) -> None:
     assert store.sweep() == 3
     assert {path.name for path in temporary.iterdir()} == {"entry-new", "hint-new"}
     assert store.get(ARTIFACT.key) == ARTIFACT
+
+
+def test_sweep_takes_the_locks_of_killed_holders_only(store: DiskStore) -> None:
+    killed = f"""
+import os
+from pathlib import Path
+from mlaprep.kernels_cache.disk import DiskStore
+locks = [DiskStore(Path({str(store.root)!r})).key_lock(digit * 64, 1) for digit in "123"]
+assert all(lock.__enter__() for lock in locks)
+os._exit(9)
+"""
+    subprocess.run([sys.executable, "-c", killed], check=False)
+    locks = store.root / "locks"
+    with store.key_lock("4" * 64, 1) as held:
+        assert held
+        for path in locks.iterdir():
+            if not path.name.startswith("3"):
+                os.utime(path, (1, 1))
+        assert store.sweep() == 2
+        assert {path.name[0] for path in locks.iterdir()} == {"3", "4"}
+        with store.key_lock("4" * 64, 0) as twice:
+            assert not twice
+    with store.key_lock("1" * 64, 1) as held:
+        assert held
+    store.gc()
+    assert {path.name[0] for path in locks.iterdir()} == {"3"}
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o1777])
+@pytest.mark.parametrize("name", ["tmp", "blobs", "blobs/*", "links", "links/*", "quarantine", "locks"])
+def test_a_helper_folder_that_others_may_write_is_closed_to_them(store: DiskStore, name: str, mode: int) -> None:
+    def damage() -> None:
+        (entry_of(store) / "kernel.cubin").write_bytes(b"damaged")
+        assert store.get(ARTIFACT.key) is None
+
+    store.publish(ARTIFACT)
+    damage()
+    store.publish(ARTIFACT)
+    store.link("1" * 64, ARTIFACT.key)
+    with store.key_lock(ARTIFACT.key, 0):
+        pass
+    (folder,) = store.root.glob(name)
+    folder.chmod(mode)
+
+    damage()
+    store.publish(ARTIFACT)
+    store.link("1" * 64, ARTIFACT.key)
+    assert store.get(ARTIFACT.key) == ARTIFACT
+    assert store.get_blob(ARTIFACT.digest) == ARTIFACT.cubin
+    assert store.resolve("1" * 64) == ARTIFACT.key
+    with store.key_lock(ARTIFACT.key, 0) as held:
+        assert held
+    assert (store.stats().damaged, store.stats().quarantined, store.stats().write_errors) == (2, 2, 0)
+    assert folder.stat().st_mode & 0o1777 == 0o700
+
+
+def test_a_helper_folder_of_somebody_else_gives_way(store: DiskStore) -> None:
+    if os.geteuid() != 0:  # nobody else can make another user's directory
+        return
+    store.publish(ARTIFACT)
+    for name in ("tmp", "blobs"):
+        os.chown(store.root / name, 12345, 12345)
+    store.publish(numbered(1))
+    assert store.get_blob(numbered(1).digest) == numbered(1).cubin
+    assert store.stats().write_errors == 0
+
+
+def test_a_lost_blob_hint_comes_back_with_the_next_hit(store: DiskStore) -> None:
+    store.publish(ARTIFACT)
+    (hint,) = (store.root / "blobs").glob("*/*")
+    for _ in range(3):
+        hint.unlink()
+        assert store.get_blob(ARTIFACT.digest) is None
+        assert store.get(ARTIFACT.key) == ARTIFACT
+        assert store.get_blob(ARTIFACT.digest) == ARTIFACT.cubin
+
+
+def hints_of(store: DiskStore) -> int:
+    return sum(path.is_file() for kind in ("links", "blobs") for path in (store.root / kind).rglob("*"))
+
+
+def test_evicted_entries_leave_no_hints(tmp_path: Path) -> None:
+    size = numbered(0).size + len(numbered(0).manifest.to_json())
+    store = DiskStore(tmp_path / "cache", max_bytes=4 * size)
+    for number in range(40):
+        store.publish(numbered(number))
+        store.link(f"{number:064x}", numbered(number).key)
+    assert store.stats().entries == 4
+    assert hints_of(store) == 8
+    kept = numbered(39)
+    assert store.delete(kept.key)
+    assert hints_of(store) == 6
+    assert store.resolve(f"{39:064x}") is None
+
+
+def test_links_to_what_was_never_kept_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_module, "_LINKS_BETWEEN_LOOKS", 16)
+    store = DiskStore(tmp_path / "cache", max_bytes=8)
+    for number in range(100):
+        store.link(f"{number:064x}", numbered(number).key)
+    assert hints_of(store) <= 17
 
 
 def test_the_first_publication_of_a_process_sweeps(store: DiskStore) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from cache.samples import make_artifact
 
-from mlaprep.kernels_cache.disk import DISK_BYTES, DiskStore, default_cache_dir, open_default_store
+from mlaprep.kernels_cache.disk import DISK_BYTES, DiskStore
 from mlaprep.kernels_cache.errors import StoreError
+from mlaprep.kernels_cache.location import cache_dir, default_cache_dir
+from mlaprep.kernels_cache.opening import open_default_store
 from mlaprep.kernels_cache.store import MemoryStore, TieredStore
 
 ARTIFACT = make_artifact()
@@ -20,6 +22,7 @@ ARTIFACT = make_artifact()
     [
         ({"MLAPREP_CACHE_DIR": "/a", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/a"),
         ({"MLAPREP_CACHE_DIR": "~/a", "HOME": "/c"}, "/c/a"),
+        ({"MLAPREP_CACHE_DIR": "~", "HOME": "/c"}, "/c"),
         ({"MLAPREP_CACHE_DIR": "", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/b/mlaprep"),
         ({"XDG_CACHE_HOME": "b", "HOME": "/c"}, "/c/.cache/mlaprep"),
         ({"XDG_CACHE_HOME": "", "HOME": "/c"}, "/c/.cache/mlaprep"),
@@ -28,6 +31,20 @@ ARTIFACT = make_artifact()
 )
 def test_the_place(environ: dict[str, str], place: str) -> None:
     assert default_cache_dir(environ) == Path(place)
+
+
+@pytest.mark.parametrize(
+    ("given", "place"),
+    [("/a", "/a"), (Path("/a"), "/a"), ("~/a", "/h/a"), (Path("~/a"), "/h/a"), ("", "/b"), (None, "/b")],
+)
+def test_a_place_that_is_given_is_read_like_the_variable(given: str | Path | None, place: str) -> None:
+    assert cache_dir(given, {"MLAPREP_CACHE_DIR": "/b", "HOME": "/h"}) == Path(place)
+
+
+def test_the_home_of_another_user_is_not_guessed() -> None:
+    for given in ("~root/cache", "~x"):
+        with pytest.raises(StoreError, match="another user"):
+            cache_dir(given, {"HOME": "/h"})
 
 
 def test_a_relative_place_is_below_the_current_directory() -> None:

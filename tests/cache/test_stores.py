@@ -155,6 +155,23 @@ def test_B038_a_prefix_must_fit_one_key(any_store: KernelStore) -> None:
     assert any_store.find("0" * 64) is None
 
 
+def test_a_prefix_of_a_digest_must_fit_one_cubin(any_store: KernelStore) -> None:
+    artifacts = [numbered(number) for number in range(40)]
+    for artifact in artifacts:
+        any_store.publish(artifact)
+    digests = [artifact.digest for artifact in artifacts]
+    for prefix in {digest[:length] for digest in digests for length in (1, 2, 4, 8, 64)}:
+        fitting = [digest for digest in digests if digest.startswith(prefix)]
+        if len(fitting) > 1:
+            with pytest.raises(AmbiguousKeyError):
+                any_store.find_blob(prefix)
+        else:
+            assert any_store.find_blob(prefix) == fitting[0]
+    any_store.delete(artifacts[0].key)
+    for prefix in (digests[0], digests[0][:8], "", "../", "g", "0" * 65):
+        assert any_store.find_blob(prefix) is None
+
+
 def test_key_lock_keeps_others_out_until_the_deadline(any_store: KernelStore) -> None:
     with any_store.key_lock("0" * 64, 1) as held:
         assert held

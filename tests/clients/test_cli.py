@@ -1,8 +1,10 @@
 """The command line: pure JSON on stdout, exit codes, errors by field, no tracebacks."""
 
 import hashlib
+import importlib.metadata
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,14 +20,18 @@ import pytest
 from fake_service import artifact_of
 from typer.testing import CliRunner, Result
 
-from mlaprep.clients.cli import app
+from mlaprep.clients.cli import _reachable, app
+from mlaprep.clients.client import KernelClient
 from mlaprep.kernels_cache.artifact import Manifest
-from mlaprep.kernels_cache.disk import DiskStore
+from mlaprep.kernels_cache.disk import DISK_BYTES, DiskStore
 from mlaprep.kernels_cache.elf import check_cubin
+from mlaprep.service.settings import Settings
+from mlaprep.service.state import open_store as open_service_store
 from mlaprep.templates.render import render
 from mlaprep.templates.spec import KernelSpec
 
 VARIANT = KernelSpec(num_heads=12).variant_id
+LATER = "2026-02-28T12:00:00Z"
 KIMI = ["--preset", "kimi-k3", "--tp", "8"]
 Run = Callable[..., Result]
 
@@ -185,14 +191,98 @@ class TestLookingAround:
         artifact = artifact_of(KernelSpec(num_heads=16), "sm_90a")
         short = artifact.manifest.variant_id.removeprefix("mla_prepare-")
         for name in (artifact.manifest.variant_id, short, artifact.key, artifact.key[:12], artifact.digest[:12]):
-            assert json.loads(run("show", name, "--json").stdout) == artifact.manifest.to_dict()
+            (shown,) = json.loads(run("show", name, "--json").stdout)["kernels"]
+            assert shown == artifact.manifest.to_dict() | {"current": True, "damage": None}
         assert artifact.key in run("show", short).stdout
 
-    def test_show_refuses_to_guess(self, run: Run, filled: DiskStore) -> None:
-        told = run("show", VARIANT, exit_code=2).stderr
+    def test_show_has_every_architecture_of_a_variant(self, run: Run, filled: DiskStore) -> None:
+        shown = json.loads(run("show", VARIANT, "--json").stdout)["kernels"]
+        assert [kernel["arch"] for kernel in shown] == ["sm_90a", "sm_100a"]
+        table = run("show", VARIANT).stdout
         for arch in ("sm_90a", "sm_100a"):
-            assert artifact_of(KernelSpec(num_heads=12), arch).key[:12] in told
-        assert json.loads(run("show", VARIANT, "--arch", "sm_100a", "--json").stdout)["arch"] == "sm_100a"
+            artifact = artifact_of(KernelSpec(num_heads=12), arch)
+            assert artifact.digest in table.replace("\n", "").replace(" ", "")
+            assert artifact.key[:8] in table
+        assert max(map(len, table.splitlines())) <= 80
+        (one,) = json.loads(run("show", VARIANT, "--arch", "sm_100a", "--json").stdout)["kernels"]
+        assert one["arch"] == "sm_100a"
+
+    def test_tables_show_no_python(self, run: Run, filled: DiskStore) -> None:
+        for options in ([], ["--arch", "sm_100a"]):
+            told = run("show", VARIANT, *options).stdout
+            assert not re.search(r"\b(None|True|False)\b", told)
+
+    def test_show_refuses_to_guess_between_digits(
+        self, run: Run, filled: DiskStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("mlaprep.clients.cli_cache._DIGEST_PREFIX", re.compile("[0-9a-f]?"))
+        told = run("show", "", exit_code=2).stderr
+        assert told.startswith("error KERNEL: found digits that 3 kernels share")
+        assert artifact_of(KernelSpec(num_heads=16)).key[:12] in told
+
+    def test_stale_kernels_are_marked_passed_over_and_removed(self, run: Run, filled: DiskStore) -> None:
+        source = render(KernelSpec(num_heads=12)).text
+        stale = artifact_of(KernelSpec(num_heads=12), source=source + "// of other templates", created_at=LATER)
+        filled.publish(stale)
+        listed = {kernel["key"]: kernel["current"] for kernel in json.loads(run("ls", "--json").stdout)["kernels"]}
+        assert listed.pop(stale.key) is False
+        assert list(listed.values()) == [True] * 3
+        table = run("ls").stdout
+        assert f"{stale.key[:8]} stale" in table
+        assert "gc --stale" in table
+        assert max(map(len, table.splitlines())) <= 80
+        (shown,) = json.loads(run("show", VARIANT, "--arch", "sm_90a", "--json").stdout)["kernels"]
+        assert shown["key"] != stale.key
+        (named,) = json.loads(run("show", stale.key[:12], "--json").stdout)["kernels"]
+        assert (named["key"], named["current"]) == (stale.key, False)
+        assert "no: made by other templates" in run("show", stale.key[:12]).stdout
+        document = json.loads(run("gc", "--stale", "--json").stdout)
+        assert (document["removed"], document["stale"], document["entries"]) == (1, 1, 3)
+
+    def test_damage_is_told_and_left_as_it_is(self, run: Run, filled: DiskStore) -> None:
+        artifact = artifact_of(KernelSpec(num_heads=16), "sm_90a")
+        place = filled.root / "sm_90a" / artifact.key[:2] / artifact.key
+        (place / "kernel.cubin").write_bytes(b"x" * artifact.manifest.cubin_size)
+        assert "damaged" not in run("ls").stdout
+        assert f"{artifact.key[:8]} damaged" in run("ls", "--verify", exit_code=1).stdout
+        damage = [k["damage"] for k in json.loads(run("ls", "--verify", "--json", exit_code=1).stdout)["kernels"]]
+        assert [bool(text) for text in damage].count(True) == 1
+        told = run("show", artifact.key, exit_code=1)
+        assert "cubin that differs" in told.stderr
+        assert "verified" in told.stdout
+        (shown,) = json.loads(run("show", artifact.key, "--json", exit_code=1).stdout)["kernels"]
+        assert "cubin that differs" in shown["damage"]
+        (place / "manifest.json").write_bytes(b"{")
+        assert f"damaged sm_90a {artifact.key[:12]}" in run("ls").stdout
+        (unreadable,) = json.loads(run("ls", "--json").stdout)["unreadable"]
+        assert unreadable["key"] == artifact.key
+        assert "unreadable" in run("show", artifact.key, exit_code=3).stderr
+        assert place.is_dir()
+
+    @pytest.mark.parametrize("command", [["ls"], ["ls", "--verify"], ["show", VARIANT], ["gc"], ["gc", "--stale"],
+                                         ["doctor"]])  # fmt: skip
+    def test_looking_makes_no_directory(self, run: Run, cache: Path, command: list[str]) -> None:
+        run(*command, exit_code=3 if command[0] == "show" else 0)
+        assert not cache.exists()
+
+    @pytest.mark.parametrize("given", ["~/kernels", "option", ""])
+    def test_one_place_however_it_is_named(
+        self, run: Run, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+    ) -> None:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.chdir(tmp_path)
+        wanted = {"~/kernels": tmp_path / "kernels", "option": tmp_path / "option", "": cache}[given]
+        DiskStore(wanted).publish(artifact_of(KernelSpec(num_heads=12)))
+        assert len(json.loads(run("ls", "--cache-dir", given, "--json").stdout)["kernels"]) == 1
+        if given:
+            monkeypatch.setenv("MLAPREP_CACHE_DIR", given)
+        assert len(json.loads(run("ls", "--json").stdout)["kernels"]) == 1
+        with KernelClient(on_miss="error", offline=True) as client:
+            assert isinstance(client.store, DiskStore)
+            assert client.store.root == wanted
+        store, warning = open_service_store(Settings(memory_max_bytes=0))
+        assert isinstance(store, DiskStore)
+        assert (store.root, warning) == (wanted, "")
 
     def test_show_of_what_is_not_there(self, run: Run, filled: DiskStore) -> None:
         run("show", "0123456789ab", exit_code=3)
@@ -207,6 +297,12 @@ class TestLookingAround:
 
     def test_render_wants_one_variant(self, run: Run) -> None:
         assert "--tp" in run("render", "--preset", "kimi-k3", exit_code=2).stderr
+
+    def test_gc_has_the_caches_own_limit(self, run: Run, filled: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert json.loads(run("gc", "--json").stdout)["max_bytes"] == DISK_BYTES
+        monkeypatch.setenv("MLAPREP_CACHE_MAX_BYTES", "0")
+        document = json.loads(run("gc", "--json").stdout)
+        assert (document["removed"], document["max_bytes"]) == (3, 0)
 
     def test_gc(self, run: Run, filled: DiskStore) -> None:
         assert json.loads(run("gc", "--max-bytes", "1G", "--json").stdout)["removed"] == 0
@@ -326,8 +422,51 @@ class TestServe:
                 env=environment(MLAPREP_CACHE_DIR=str(tmp_path / "cache")),
             )  # fmt: skip
         assert done.returncode == 1
-        assert "address already in use" in done.stderr
+        assert "Address already in use" in done.stderr
         assert "Traceback" not in done.stderr
+
+    def test_a_port_in_use_is_json_too_and_nothing_was_started(self, run: Run, cache: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            document = json.loads(run("serve", "--port", str(port), "--json", exit_code=1).stdout)
+        assert document["error"]["type"] == "ListenError"
+        assert str(port) in document["error"]["message"]
+        assert not cache.exists()
+
+    @pytest.mark.parametrize(
+        ("options", "variables", "field"),
+        [
+            (["--port", "99999"], {}, "--port"),
+            ([], {"MLAPREP_PORT": "99999"}, "MLAPREP_PORT"),
+            (["--host", "0.0.0.0"], {}, "--host"),
+            ([], {"MLAPREP_READ_ONLY": "ture"}, "MLAPREP_READ_ONLY"),
+        ],
+    )
+    def test_a_bad_setting_is_named(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch, options: list[str], variables: dict[str, str], field: str
+    ) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert run("serve", *options, exit_code=2).stderr.startswith(f"error {field}: found ")
+        document = json.loads(run("serve", *options, "--json", exit_code=2).stdout)
+        assert document["error"]["problems"][0]["field"] == field
+
+    def test_without_the_service_extra_it_is_named(self, tmp_path: Path) -> None:
+        code = "import sys; sys.modules['pydantic_settings'] = sys.modules['uvicorn'] = None; "
+        code += "sys.argv = ['mlaprep', 'serve']; from mlaprep.clients.cli import main; main()"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment()
+        )
+        assert done.returncode == 3
+        assert "mlaprep[service,cuda12]" in done.stderr
+        assert "internal error" not in done.stderr
+
+    @pytest.mark.parametrize(
+        ("host", "shown"),
+        [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("[::]", "[::1]"), ("::1", "[::1]"), ("10.0.0.1", "10.0.0.1")],
+    )
+    def test_the_address_announced_can_be_called(self, host: str, shown: str) -> None:
+        assert _reachable(host) == shown
 
 
 def test_B043_offline_commands_open_no_socket(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,6 +476,36 @@ def test_B043_offline_commands_open_no_socket(run: Run, monkeypatch: pytest.Monk
     for command in ("fetch", "compile"):
         assert "offline" in run(command, *options, exit_code=3).stderr
     assert "MLAPREP_OFFLINE" in run("doctor", "--url", "http://kernels.test").stdout
+
+
+def test_a_word_that_is_no_switch_does_not_open_a_socket(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLAPREP_OFFLINE", "ture")
+    monkeypatch.setattr(socket, "socket", lambda *_, **__: pytest.fail("a socket was made"))
+    for command in (["fetch", *KIMI, "--url", "http://kernels.test"], ["doctor", "--url", "http://kernels.test"]):
+        assert run(*command, exit_code=2).stderr.startswith("error MLAPREP_OFFLINE: found a string that is no switch")
+
+
+def test_a_service_that_is_away_is_told_in_short_lines(run: Run) -> None:
+    told = run("fetch", *KIMI, "--url", "http://127.0.0.1:9", "--arch", "sm_90a", exit_code=3).stderr
+    lines = [line for line in told.splitlines() if not line.startswith("[")]
+    assert lines[0] == f"error {VARIANT} sm_90a: not to be had"
+    assert any("http://127.0.0.1:9 cannot be reached" in line for line in lines)
+    assert "MLAPREP_URL" not in told
+    assert "compile --variant" not in told
+    assert lines[-1].startswith("→ mlaprep doctor --url http://127.0.0.1:9 ")
+    assert max(map(len, lines)) <= 120
+
+
+def test_compile_stays_here_whatever_the_environment_names(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLAPREP_URL", "http://127.0.0.1:9")
+    (kernel,) = json.loads(run("compile", *KIMI, "--arch", "sm_90a", "--json").stdout)["kernels"]
+    assert kernel["tier"] == "compiled"
+    (shown,) = json.loads(run("show", VARIANT, "--json").stdout)["kernels"]
+    assert (shown["current"], shown["damage"]) == (True, None)
+
+
+def test_the_version_is_told(run: Run) -> None:
+    assert run("--version").stdout == f"mlaprep {importlib.metadata.version('mlaprep')}\n"
 
 
 def test_fetch_wants_a_url(run: Run) -> None:

@@ -568,3 +568,31 @@ class TestEnvironment:
         monkeypatch.setenv("MLAPREP_CACHE_DIR", str(tmp_path / "cache"))
         KernelClient("http://kernels")
         assert not (tmp_path / "cache").exists()
+
+
+class TestArguments:
+    def test_names_will_do(self, client: KernelClient, spec: KernelSpec, arch: Arch) -> None:
+        wanted = client.artifact(spec, arch)
+        assert client.artifact(spec.variant_id, "sm_90a") is wanted
+        assert client.obtain(spec, "sm_90a").artifact is wanted
+
+    @pytest.mark.parametrize("arch", [90, None, b"sm_90a", ["sm_90a"]])
+    def test_another_architecture_type_is_named(self, client: KernelClient, spec: KernelSpec, arch: Any) -> None:
+        for call in (client.obtain, client.artifact):
+            with pytest.raises(TypeError, match=rf"^arch is a {type(arch).__name__}; "):
+                call(spec, arch)
+
+    @pytest.mark.parametrize("spec", [12, None, {"num_heads": 12}])
+    def test_another_spec_type_is_named(self, client: KernelClient, arch: Arch, spec: Any) -> None:
+        with pytest.raises(TypeError, match=rf"^spec is a {type(spec).__name__}; "):
+            client.obtain(spec, arch)
+
+    def test_an_unknown_name_is_a_spec_error(self, client: KernelClient, spec: KernelSpec) -> None:
+        with pytest.raises(SpecError, match="arch"):
+            client.obtain(spec, "sm_91")
+
+
+def test_a_word_that_is_no_switch_makes_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLAPREP_OFFLINE", "enabled")
+    with pytest.raises(SpecError, match="MLAPREP_OFFLINE"):
+        KernelClient()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from cache.samples import make_artifact
 from emulation.driver import EmulatedDriver
 from rich.console import Console
 
@@ -15,6 +16,7 @@ from mlaprep.clients.cli_output import checks_table
 from mlaprep.clients.doctor import Check, Examination, examine
 from mlaprep.clients.errors import DriverError
 from mlaprep.clients.rest import RestTransport
+from mlaprep.kernels_cache.disk import DiskStore
 from mlaprep.service.errors import CompilerUnavailable
 from mlaprep.service.toolchain import conflicts
 
@@ -64,12 +66,18 @@ class TestUsable:
         )
         examination, checks = examined(cache, compiler=False, url="http://kernels")
         assert examination.usable
-        assert checks["NVRTC"].status == "missing"
-        assert "libnvrtc.so.12" in checks["NVRTC"].found
+        assert checks["NVRTC"] == Check("NVRTC", "ok", "none here, and none is needed: the service compiles")
         assert checks["service"].status == "ok"
+        assert not [check for check in examination.checks if check.status == "missing"]
 
     def test_neither_is_not(self, cache: Path) -> None:
-        assert not examined(cache, compiler=False)[0].usable
+        examination, checks = examined(cache, compiler=False)
+        assert not examination.usable
+        assert checks["NVRTC"].found.count("libnvrtc.so.12") == 1
+        assert checks["NVRTC"].advice.startswith("install mlaprep[service,cuda12]")
+        assert "install" not in checks["NVRTC"].found
+        assert (checks["service"].status, checks["service"].found) == ("missing", "none configured")
+        assert "MLAPREP_URL" in checks["service"].advice
         assert not examined(cache, compiler=False, url="http://127.0.0.1:9")[0].usable
 
 
@@ -100,8 +108,21 @@ class TestService:
 
 
 class TestCache:
-    def test_a_private_one(self, cache: Path) -> None:
+    def test_one_that_is_not_there_yet_is_not_made(self, cache: Path) -> None:
+        check = examined(cache / "deep")[1]["cache"]
+        assert (check.status, check.advice) == ("ok", "")
+        assert str(cache / "deep") in check.found
+        assert not cache.exists()
+
+    def test_one_that_is_not_there_and_cannot_be_made(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
         check = examined(cache)[1]["cache"]
+        assert (check.status, "MLAPREP_CACHE_DIR" in check.advice) == ("warn", True)
+
+    def test_a_private_one(self, cache: Path) -> None:
+        DiskStore(cache).publish(make_artifact())
+        check = examined(cache)[1]["cache"]
+        assert "1 kernel, " in check.found
         assert check.status == "ok"
         assert str(cache) in check.found
         assert "mode 0700" in check.found

@@ -1,5 +1,6 @@
 """The builder: one compile a kernel, whoever asks, and what is remembered of failures."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -136,6 +137,23 @@ def test_another_process_holding_the_lock_costs_a_bounded_time(
         began = time.monotonic()
         assert not builder.get_or_compile(spec, arch).cached
         assert time.monotonic() - began < 5
+
+
+def test_keys_that_others_hold_stall_no_other_kernel(store: DiskStore, compiler: Compiler, arch: Arch) -> None:
+    """More of them than there are threads that build, and more than may wait at once."""
+    held = [KernelSpec(num_heads=heads) for heads in range(1, 81)]
+    with Builder(store, compiler, lock_timeout_s=3) as builder, contextlib.ExitStack() as locks:
+        for spec in held:
+            key = builder_module._key(render(spec), arch, compiler.version())
+            assert locks.enter_context(store.key_lock(key, 0))
+        flights = [builder.begin(spec, arch) for spec in held]
+        began = time.monotonic()
+        assert not builder.get_or_compile(KernelSpec(num_heads=128), arch).cached
+        assert time.monotonic() - began < 2.9
+        assert not any(flight.future.done() for flight in flights)
+        # In the end they are compiled all the same.
+        assert not any(flight.future.result(30).cached for flight in flights)
+        wait_for(lambda: builder.stats().waiting == builder.stats().building == 0)
 
 
 def test_what_another_process_built_meanwhile_is_taken(

@@ -17,6 +17,7 @@ from mlaprep.service.builder import Builder
 from mlaprep.service.compiler import Compiler
 from mlaprep.service.errors import CompileCrashed, CompileFailed, CompilerUnavailable, CompileTimeout, QueueFull
 from mlaprep.templates.arch import Arch
+from mlaprep.templates.errors import TemplateError
 from mlaprep.templates.presets import PRESETS
 from mlaprep.templates.render import render
 from mlaprep.templates.spec import KernelSpec
@@ -518,3 +519,47 @@ def test_B046_a_wrong_kernel_in_the_store_is_not_served(make_client: ClientMaker
     reply = client.put(KERNEL)
     assert reply.status_code == 201
     assert reply.json()["manifest"]["arch"] == "sm_100a"
+
+
+@pytest.mark.parametrize(
+    ("headers", "built"),
+    [
+        ({"host": "127.0.0.1:8400"}, True),
+        ({"host": "localhost"}, True),
+        ({"host": "[::1]:8400"}, True),
+        ({"host": "127.0.0.1:8400", "origin": "http://127.0.0.1:8400"}, True),
+        ({"host": "rebound.example:8400"}, False),
+        ({"host": "localhost.example"}, False),
+        ({"host": "127.0.0.1.example"}, False),
+        ({"host": "0.0.0.0:8400"}, False),
+        ({"host": ""}, False),
+        ({"host": "[::1"}, False),
+        ({"host": "127.0.0.1:8400", "origin": "http://evil.example"}, False),
+        ({"host": "127.0.0.1:8400", "origin": "http://127.0.0.1:9000"}, False),
+        ({"host": "127.0.0.1:8400", "origin": "https://127.0.0.1:8400"}, False),
+        ({"host": "127.0.0.1:8400", "origin": "null"}, False),
+    ],
+)
+def test_without_a_token_no_page_of_another_site_builds(
+    make_client: ClientMaker, headers: dict[str, str], built: bool
+) -> None:
+    client = make_client()
+    reply = client.put(KERNEL, headers=headers)
+    if built:
+        assert reply.status_code == 201
+    else:
+        problem(reply, 403, "foreign-origin")
+        assert client.service.builder.compiles == 0
+    assert client.get("/v1/archs", headers=headers).status_code == 200  # reading is open
+    with_token = make_client(token="s3cret")
+    assert with_token.put(KERNEL, headers={**headers, "authorization": "Bearer s3cret"}).status_code in (200, 201)
+
+
+def test_a_mistake_in_a_template_is_told_by_name_and_line(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: KernelSpec) -> None:
+        raise TemplateError("scatter.cuh.j2", 7, "'nope' is undefined")
+
+    monkeypatch.setattr("mlaprep.service.builder.render", broken)
+    reply = client.put(KERNEL)
+    problem(reply, 500, "template-error")
+    assert "scatter.cuh.j2, line 7" in reply.json()["detail"]

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import socket
 import statistics
@@ -16,6 +17,10 @@ from pathlib import Path
 import httpx
 import pytest
 from service_kit import SERVE, Server, ServerMaker, cpu_seconds, is_alive, wait_for
+
+from mlaprep.service.errors import ListenError
+from mlaprep.service.server import listen, serve
+from mlaprep.service.settings import Settings
 
 VARIANT = "mla_prepare-h12-r512-d64-bf16-fp8-norope-i64-pdl"
 KERNEL = f"/v1/kernels/sm_100a/{VARIANT}"
@@ -70,7 +75,7 @@ def test_B050_a_gibibyte_without_a_length_costs_no_memory(run_server: ServerMake
     with run_server() as server:
         before = rss(server.process.pid)
         highest, sent, answer = before, 0, b""
-        head = f"{method} {KERNEL} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = f"{method} {KERNEL} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
             connection.sendall(head.encode() + b"transfer-encoding: chunked\r\n\r\n")
             try:
@@ -87,7 +92,7 @@ def test_B050_a_gibibyte_without_a_length_costs_no_memory(run_server: ServerMake
 
 
 def test_B050_a_length_that_lies_gets_an_answer(run_server: ServerMaker) -> None:
-    head = f"PUT {KERNEL} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = f"PUT {KERNEL} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with run_server() as server:
         huge = talk(server.port, f"{head}content-length: {2**30}\r\n\r\n".encode())
         assert huge.startswith(b"HTTP/1.1 413 ")
@@ -163,18 +168,31 @@ def test_health_answers_while_everything_compiles(run_server: ServerMaker) -> No
         assert statistics.median(taken) < 0.15
 
 
-def test_sigterm_lets_a_running_compile_finish(run_server: ServerMaker, tmp_path: Path) -> None:
+def test_B051_sigterm_finishes_a_running_compile_and_refuses_new_requests(
+    run_server: ServerMaker, tmp_path: Path
+) -> None:
     code = SLOW_SERVE.replace("SECONDS", "1.5") + SERVE
     with run_server(code=code) as server, ThreadPoolExecutor(1) as threads:
         children = server.children()
         assert children
         reply = threads.submit(httpx.put, server.url + KERNEL, timeout=30)
         wait_for(lambda: httpx.get(server.url + "/readyz").json()["counters"]["building"] == 1)
-        server.process.send_signal(signal.SIGTERM)
+        with httpx.Client(base_url=server.url) as kept:
+            assert kept.get("/v1/presets").status_code == 200
+            server.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: httpx.get(server.url + "/v1/presets").status_code == 503)
+            for method, path in (("GET", "/v1/presets"), ("PUT", KERNEL.replace("h12", "h13")), ("GET", "/nowhere")):
+                for call in (httpx.request, lambda *words: kept.request(words[0], words[1].removeprefix(server.url))):
+                    refused = call(method, server.url + path)
+                    assert refused.status_code == 503
+                    assert refused.headers["connection"] == "close"
+                    assert refused.json()["type"] == "urn:mlaprep:problem:shutting-down"
+        assert httpx.get(server.url + "/healthz").status_code == 200
+        assert httpx.get(server.url + "/readyz").json()["reasons"] == ["the service is shutting down"]
         assert reply.result().status_code == 201
+        assert server.process.wait(10) == 0
         with pytest.raises(httpx.TransportError):
             httpx.get(server.url + "/healthz")
-        assert server.process.wait(10) == 0
         assert not any(map(is_alive, children))
         digest = reply.result().json()["manifest"]["cubin_sha256"]
     kept = list((tmp_path / "cache" / "sm_100a").glob("*/*/kernel.cubin"))
@@ -240,3 +258,37 @@ def test_a_server_says_little_of_itself(run_server: ServerMaker) -> None:
         assert "server" not in reply.headers
         assert isinstance(server, Server)
         assert server.stop() == 0
+
+
+def test_a_taken_port_is_told_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ListenError, match=f"127.0.0.1 port {port}: Address already in use; .*MLAPREP_PORT"):
+            serve(Settings(port=port, cache_dir=tmp_path / "cache"))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_every_address_of_a_name_is_listened_on_by_one_port() -> None:
+    sockets = listen("localhost", 0)
+    try:
+        assert len({listener.getsockname()[1] for listener in sockets}) == 1
+    finally:
+        for listener in sockets:
+            listener.close()
+    with pytest.raises(ListenError, match=r"cannot listen on no\.such\.host\.invalid port 8400"):
+        listen("no.such.host.invalid", 8400)
+
+
+def test_warnings_are_logged_with_their_time_and_told_by_readyz(run_server: ServerMaker, tmp_path: Path) -> None:
+    place = tmp_path / "file"
+    place.touch()
+    with run_server(MLAPREP_CACHE_DIR=str(place / "cache"), MLAPREP_ACCESS_LOG="on") as server:
+        ready = httpx.get(server.url + "/readyz").json()
+        (warning,) = ready["warnings"]
+        assert "memory only" in warning
+        assert str(place) in warning
+        assert server.stop() == 0
+        log = server.log.read_text()
+    assert log.count(warning) == 1
+    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING mlaprep\.\S+: .*memory only", log, re.MULTILINE)
+    assert re.search(r"^\d{4}-\S+ \S+ INFO uvicorn\.access: .*GET /readyz", log, re.MULTILINE)

@@ -1,9 +1,12 @@
 """Settings: what an environment may say, and what must not be served."""
 
+import re
+
 import pytest
 from pydantic import ValidationError
 
-from mlaprep.service.settings import Settings, is_loopback
+from mlaprep.service.settings import Settings, _allowed, is_loopback, read_settings
+from mlaprep.templates.errors import SpecError
 
 
 def test_defaults_serve_this_machine_only() -> None:
@@ -87,3 +90,50 @@ def test_bounds(name: str, value: int) -> None:
 def test_every_setting_says_what_it_is() -> None:
     for name, field in Settings.model_fields.items():
         assert field.description, name
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "allowed"),
+    [
+        ("PORT", "99999", "an integer, 0 or more, at most 65,535"),
+        ("PORT", "http", "an integer, 0 or more, at most 65,535"),
+        ("COMPILE_TIMEOUT_S", "0", "a number, above 0, at most 3,600"),
+        ("COMPILE_TIMEOUT_S", "nan", "a number, above 0, at most 3,600"),
+        ("CACHE_MAX_BYTES", "1e9", "an integer, 1,048,576 or more"),
+        ("READ_ONLY", "ture", "1, true, yes, on; or 0, false, no, off"),
+        ("ACCESS_LOG", "y", "1, true, yes, on; or 0, false, no, off"),
+        ("TOKEN", "two words", "up to 1024 printable ASCII characters without spaces"),
+        ("HOST", "0.0.0.0", "MLAPREP_READ_ONLY=true"),
+    ],
+)
+def test_what_is_wrong_is_told_by_the_name_of_its_variable(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, allowed: str
+) -> None:
+    monkeypatch.setenv(f"MLAPREP_{variable}", value)
+    with pytest.raises(SpecError) as failure:
+        read_settings()
+    (problem,) = failure.value.problems
+    assert problem.field == f"MLAPREP_{variable}"
+    assert allowed in problem.allowed
+    told = str(failure.value)
+    assert value == "0" or value not in told.replace(problem.allowed, "")
+    assert not re.search(r"pydantic|validation|Input should|type=", told)
+
+
+def test_options_are_told_by_their_own_names_and_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLAPREP_COMPILE_QUEUE", "-1")
+    with pytest.raises(SpecError) as failure:
+        read_settings({"port": -1, "cache_dir": ""})
+    assert {problem.field for problem in failure.value.problems} == {"--port", "MLAPREP_COMPILE_QUEUE"}
+    monkeypatch.delenv("MLAPREP_COMPILE_QUEUE")
+    with pytest.raises(SpecError, match="--host"):
+        read_settings({"host": "0.0.0.0"})
+
+
+def test_every_setting_says_what_it_may_be() -> None:
+    for name in Settings.model_fields:
+        assert len(_allowed(name)) > 5
+
+
+def test_an_empty_directory_is_none() -> None:
+    assert Settings(cache_dir="").cache_dir is None

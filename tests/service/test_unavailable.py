@@ -15,6 +15,7 @@ from service_kit import SERVE, ServerMaker, wait_for
 
 from mlaprep.kernels_cache.disk import DiskStore
 from mlaprep.service.builder import Builder
+from mlaprep.service.compile_child import _unavailable
 from mlaprep.service.compiler import Compiler
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.spec import KernelSpec
@@ -107,3 +108,18 @@ def test_B039_no_driver_is_needed(compiler: Compiler) -> None:
     compiler.version()
     for pid in compiler.state().pids:
         assert "libcuda.so" not in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_what_is_missing_is_told_without_a_list_of_directories() -> None:
+    class DynamicLibNotFoundError(RuntimeError):
+        """As the loader that CuPy uses raises it."""
+
+    class DynamicLibNotAvailableError(DynamicLibNotFoundError):
+        """One of its kinds."""
+
+    dump = 'Failure finding "libnvrtc.so": listdir("/somewhere/lib"): ' + " ".join(f"lib{n}.so" for n in range(400))
+    for kind in (DynamicLibNotFoundError, DynamicLibNotAvailableError):
+        greeting = _unavailable("libnvrtc", kind(dump))
+        assert greeting == {"unavailable": "libnvrtc", "reason": "no package and no directory of the system has it"}
+    assert len(_unavailable("libnvrtc", OSError("x" * 5000))["reason"]) <= 200
+    assert _unavailable("cupy", ImportError())["reason"] == "ImportError"
