@@ -25,16 +25,10 @@ from mlaprep.kernels_cache.entries import read_entry, read_manifest, touch, writ
 from mlaprep.kernels_cache.errors import ArtifactError, StoreError
 from mlaprep.kernels_cache.files import TEMPORARY, Folder, Identity, NotPrivateError, descend
 from mlaprep.kernels_cache.hints import BLOBS, LINKS, drop_hint, has_hint, iterate_hints, read_hint, write_hint
-from mlaprep.kernels_cache.index import Index
+from mlaprep.kernels_cache.index import Index, Totals
 from mlaprep.kernels_cache.key import is_arch, is_digest
 from mlaprep.kernels_cache.locks import LOCKS, file_lock
-from mlaprep.kernels_cache.store import (
-    Counters,
-    StoreStats,
-    is_prefix,
-    only_key,
-    require_digests,
-)
+from mlaprep.kernels_cache.store import Counters, StoreStats, is_prefix, only_key, require_digests
 
 DISK_BYTES: Final = 2**30
 """Default limit of a disk store's content."""
@@ -154,8 +148,7 @@ class DiskStore:
     def list(self, arch: str | None = None) -> Iterator[Manifest]:
         """Reads only what this object has not read before. Damage that came to an entry since does not show."""
         with contextlib.suppress(OSError), self._open() as root:
-            entries = self._index.entries(root, arch)
-            return (entry.manifest for entry in entries if entry.manifest is not None)
+            return iter(self._index.manifests(root, arch))
         return iter(())
 
     def delete(self, key: str) -> bool:
@@ -181,10 +174,10 @@ class DiskStore:
         return file_lock(self._open_locks, f"{key}.lock", timeout)
 
     def stats(self) -> StoreStats:
-        entries = []
+        totals = Totals()
         with contextlib.suppress(OSError), self._open() as root:
-            entries = self._index.entries(root)
-        return self._counters.stats(entries=len(entries), size=sum(entry.size for entry in entries))
+            totals = self._index.totals(root)
+        return self._counters.stats(entries=totals.entries, size=totals.size)
 
     def gc(self, max_bytes: int | None = None) -> int:
         """Remove the least recently used entries until at most ``max_bytes`` of content are left.

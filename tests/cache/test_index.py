@@ -51,6 +51,8 @@ def test_only_what_is_new_is_read(
     other = DiskStore(store.root)
     for artifact in ARTIFACTS[:30]:
         store.publish(artifact)
+    assert store.stats().entries == 30
+    assert reads.taken() == 0
     assert keys(store) == {artifact.key for artifact in ARTIFACTS[:30]}
     assert reads.taken() == 30
     assert len(list(store.list("sm_90a"))) == 15
@@ -64,6 +66,15 @@ def test_only_what_is_new_is_read(
     assert reads.taken() == 10
     stats = store.stats()
     assert (stats.entries, stats.bytes) == (39, DiskStore(store.root).stats().bytes)
+
+
+def test_a_count_does_not_wait_for_a_long_look(store: DiskStore) -> None:
+    store.publish(ARTIFACTS[0])
+    assert store.stats().entries == 1
+    store.publish(ARTIFACTS[1])
+    with store._index._lock:
+        assert store.stats().entries == 1
+    assert store.stats().entries == 2
 
 
 def test_a_change_within_one_tick_of_the_clock_shows(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
