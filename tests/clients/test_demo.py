@@ -14,6 +14,7 @@ from emulation.driver import EmulatedDriver, Region
 from mlaprep.clients import demo
 from mlaprep.clients.handle import KernelHandle
 from mlaprep.templates.arch import DEFAULT_ARCHS
+from mlaprep.templates.presets import preset
 from mlaprep.templates.spec import KernelSpec
 
 
@@ -26,7 +27,7 @@ def test_runs_from_start_to_end(tmp_path: Path, width: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     text = done.stdout
-    for spec in {KernelSpec(num_heads=heads) for heads in (96, 24, 12, 128, 32, 16)}:
+    for spec in {preset(model).spec(tp) for model in demo.MODELS for tp in demo.TP_DEGREES}:
         assert spec.variant_id.removeprefix("mla_prepare-") in text
     for arch in DEFAULT_ARCHS:
         assert len(re.findall(rf"{arch} +[0-9,]+ +\d+ +0 +\d+", text)) == 6
