@@ -191,13 +191,17 @@ class Builder:
         self._note_use(target)
         return Flight(future, leads=True)
 
-    def would_serve(self, manifest: Manifest, spec: KernelSpec, arch: Arch) -> bool:
-        """Whether :meth:`get` would give out this entry of the store, as far as its manifest tells."""
+    def serving_version(self) -> str | None:
+        """The compiler version whose kernels :meth:`get` gives out; None for those of any."""
         state = self.compiler.state()
-        version = state.version or installed_nvrtc_version()
-        if version is None or state.status == "unavailable":
+        return None if state.status == "unavailable" else state.version or installed_nvrtc_version()
+
+    @staticmethod
+    def would_serve(manifest: Manifest, spec: KernelSpec, arch: Arch, version: str | None) -> bool:
+        """Whether :meth:`get` would give out this entry, as far as its manifest tells, where ``version`` serves."""
+        if version is None:
             return True
-        return manifest.key == _key(render(spec), arch, version)
+        return manifest.nvrtc_version == version and manifest.key == _key(render(spec), arch, version)
 
     def use(self, spec: KernelSpec, arch: Arch) -> Use | None:
         """How a kernel was used since this builder was made, if it was."""

@@ -1,14 +1,15 @@
 """Catalog: which variants there are, and how far each is on every architecture."""
 
+import bisect
 import functools
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
 from mlaprep.kernels_cache.artifact import Manifest
-from mlaprep.service.builder import Builder, Use
+from mlaprep.service.builder import Builder, Target, Use
 from mlaprep.templates.arch import DEFAULT_ARCHS, Arch
 from mlaprep.templates.errors import SpecError
 from mlaprep.templates.presets import PRESETS, Preset
@@ -41,11 +42,6 @@ class Variant:
     models: tuple[str, ...]
     archs: tuple[VariantArch, ...]
 
-    @property
-    def order(self) -> tuple[int, int, int, str]:
-        """Where it stands in a listing."""
-        return order_of(self.spec)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
@@ -60,83 +56,171 @@ class Filter:
     """Variants that stand behind this one."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some of the variants that match, and how many do from the cursor on."""
+
+    variants: tuple[Variant, ...]
+    total: int
+
+
+Order = tuple[int, int, int, str]
+_Manifests = Mapping[Target, Manifest]
+
+
+@dataclass(frozen=True, slots=True)
 class _Snapshot:
-    taken: float = float("-inf")
+    """What the store held when it was read last."""
+
+    manifests: _Manifests = field(default_factory=dict)
+    archs: Mapping[KernelSpec, frozenset[Arch]] = field(default_factory=dict)
+    """Of every variant in the store or of a preset."""
+    ordered: Sequence[tuple[Order, KernelSpec]] = ()
     compiles: int = -1
-    manifests: Mapping[tuple[KernelSpec, Arch], Manifest] = field(default_factory=dict)
+    taken: float = float("-inf")
+    """When reading ended."""
+    took: float = 0.0
+
+    def is_fresh(self, compiles: int) -> bool:
+        """Whether it will do; reading takes a fifth of the time at most, half where this process has built more."""
+        pause = self.took if compiles != self.compiles else max(_SNAPSHOT_S, 4 * self.took)
+        return time.monotonic() - self.taken <= pause
+
+
+class _View:
+    """A snapshot together with what is being built and what failed, for one question."""
+
+    def __init__(self, snapshot: _Snapshot, builder: Builder) -> None:
+        self.snapshot = snapshot
+        self._builder = builder
+        self._flights = builder.in_flight()
+        self._failures = builder.failed()
+        self._others: dict[KernelSpec, set[Arch]] = {}
+        for spec, arch in (*self._flights, *self._failures):
+            self._others.setdefault(spec, set()).add(arch)
+
+    def ordered(self) -> Sequence[tuple[Order, KernelSpec]]:
+        """Every variant there is, in order."""
+        new = [(order_of(spec), spec) for spec in self._others if spec not in self.snapshot.archs]
+        return sorted((*self.snapshot.ordered, *new), key=_first) if new else self.snapshot.ordered
+
+    def archs(self, spec: KernelSpec) -> Set[Arch]:
+        """Where a variant is built, being built or failed, or would be for a preset."""
+        known, others = self.snapshot.archs.get(spec, frozenset()), self._others.get(spec)
+        return known | others if others else known
+
+    def state(self, target: Target) -> State:
+        if target in self.snapshot.manifests:
+            return "built"
+        if target in self._flights:
+            return "building"
+        return "failed" if target in self._failures else "missing"
+
+    def describe(self, spec: KernelSpec, archs: Iterable[Arch]) -> Variant:
+        rows = tuple(
+            VariantArch(
+                arch,
+                self.state((spec, arch)),
+                self.snapshot.manifests.get((spec, arch)),
+                self._builder.use(spec, arch),
+            )
+            for arch in sorted(archs)
+        )
+        return Variant(spec, models_of(spec), rows)
 
 
 class Catalog:
-    """Variants of the presets and of the store, with what is being built."""
+    """Variants of the presets and of the store, with what is being built.
+
+    The store is read by one caller at a time; all others are answered from what was read before.
+    """
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
-        self._lock = threading.Lock()
+        self._reading = threading.Lock()
         self._snapshot = _Snapshot()
+        self._version: str | None = None
+        self._served: dict[str, Target | None] = {}
+        """By key of an entry: what it is given out for, if for anything."""
 
-    def variants(self, wanted: Filter) -> list[Variant]:
-        """What matches, in order. Reads every manifest of the store, at most once a second."""
-        found = self._rows()
-        for spec in preset_specs():
-            found.setdefault(spec, set()).update(arch for arch in DEFAULT_ARCHS if _runs(spec, arch))
+    def page(self, wanted: Filter, limit: int) -> Page:
+        """The first variants that match, in order. What another process built shows within seconds."""
+        view = self._view()
         after = order_of(wanted.after) if wanted.after else None
-        listed = []
-        for spec, archs in found.items():
-            if not _matches(spec, wanted) or (after is not None and order_of(spec) <= after):
+        page: list[Variant] = []
+        total = 0
+        ordered = view.ordered()
+        start = 0 if after is None else bisect.bisect_right(ordered, after, key=_first)
+        for _, spec in ordered[start:]:
+            if not _matches(spec, wanted):
                 continue
-            variant = self._describe(spec, sorted(archs if wanted.arch is None else archs & {wanted.arch}))
-            rows = tuple(row for row in variant.archs if wanted.state in (None, row.state))
-            if rows:
-                listed.append(Variant(spec, variant.models, rows))
-        return sorted(listed, key=lambda variant: variant.order)
+            archs = view.archs(spec) if wanted.arch is None else view.archs(spec) & {wanted.arch}
+            if wanted.state is not None:
+                archs = {arch for arch in archs if view.state((spec, arch)) == wanted.state}
+            if archs:
+                total += 1
+                if len(page) < limit:
+                    page.append(view.describe(spec, archs))
+        return Page(tuple(page), total)
 
     def variant(self, spec: KernelSpec, archs: Iterable[Arch]) -> Variant:
         """One variant on each of these architectures that can run it, and on those it is built for."""
-        known = self._rows().get(spec, set())
-        return self._describe(spec, sorted(known | {arch for arch in archs if _runs(spec, arch)}))
+        view = self._view()
+        return view.describe(spec, view.archs(spec) | {arch for arch in archs if _runs(spec, arch)})
 
-    def _rows(self) -> dict[KernelSpec, set[Arch]]:
-        rows: dict[KernelSpec, set[Arch]] = {}
-        for spec, arch in (*self._manifests(), *self._builder.in_flight(), *self._builder.failed()):
-            rows.setdefault(spec, set()).add(arch)
-        return rows
-
-    def _describe(self, spec: KernelSpec, archs: Iterable[Arch]) -> Variant:
-        manifests, flights, failures = self._manifests(), self._builder.in_flight(), self._builder.failed()
-        rows = []
-        for arch in archs:
-            target = (spec, arch)
-            manifest = manifests.get(target)
-            state: State = "missing"
-            if manifest is not None:
-                state = "built"
-            elif target in flights:
-                state = "building"
-            elif target in failures:
-                state = "failed"
-            rows.append(VariantArch(arch, state, manifest, self._builder.use(spec, arch)))
-        return Variant(spec, models_of(spec), tuple(rows))
-
-    def _manifests(self) -> Mapping[tuple[KernelSpec, Arch], Manifest]:
-        with self._lock:
-            now, compiles = time.monotonic(), self._builder.compiles
-            if now - self._snapshot.taken > _SNAPSHOT_S or compiles != self._snapshot.compiles:
-                self._snapshot = _Snapshot(now, compiles, dict(self._read()))
-            return self._snapshot.manifests
-
-    def _read(self) -> Iterator[tuple[tuple[KernelSpec, Arch], Manifest]]:
-        """The entries that a worker would be given: of this release's source and this compiler."""
-        for manifest in sorted(self._builder.store.list(), key=lambda manifest: manifest.created_at):
+    def _view(self) -> _View:
+        snapshot = self._snapshot
+        if not snapshot.is_fresh(self._builder.compiles) and self._reading.acquire(blocking=not snapshot.ordered):
             try:
-                spec, arch = KernelSpec.from_dict(manifest.spec), Arch(manifest.arch)
-            except SpecError:  # from a release that knew more
-                continue
-            if self._builder.would_serve(manifest, spec, arch):
-                yield (spec, arch), manifest
+                if not self._snapshot.is_fresh(self._builder.compiles):
+                    self._snapshot = self._read()
+            finally:
+                self._reading.release()
+        return _View(self._snapshot, self._builder)
+
+    def _read(self) -> _Snapshot:
+        began, compiles = time.monotonic(), self._builder.compiles
+        manifests = dict(self._entries())
+        archs: dict[KernelSpec, set[Arch]] = {}
+        for spec, arch in manifests:
+            archs.setdefault(spec, set()).add(arch)
+        for spec in preset_specs():
+            archs.setdefault(spec, set()).update(arch for arch in DEFAULT_ARCHS if _runs(spec, arch))
+        taken = time.monotonic()
+        return _Snapshot(
+            manifests=manifests,
+            archs={spec: frozenset(known) for spec, known in archs.items()},
+            ordered=sorted(((order_of(spec), spec) for spec in archs), key=_first),
+            compiles=compiles,
+            taken=taken,
+            took=taken - began,
+        )
+
+    def _entries(self) -> Iterator[tuple[Target, Manifest]]:
+        """The entries that a worker would be given: of this release's source and this compiler, the latest last."""
+        version = self._builder.serving_version()
+        known = self._served if version == self._version else {}
+        served: dict[str, Target | None] = {}
+        for manifest in sorted(self._builder.store.list(), key=lambda manifest: manifest.created_at):
+            key = manifest.key
+            served[key] = target = known[key] if key in known else self._target(manifest, version)
+            if target is not None:
+                yield target, manifest
+        self._version, self._served = version, served
+
+    def _target(self, manifest: Manifest, version: str | None) -> Target | None:
+        try:
+            spec, arch = KernelSpec.from_dict(manifest.spec), Arch(manifest.arch)
+        except SpecError:  # from a release that knew more
+            return None
+        return (spec, arch) if self._builder.would_serve(manifest, spec, arch, version) else None
 
 
-def order_of(spec: KernelSpec) -> tuple[int, int, int, str]:
+def _first(pair: tuple[Order, KernelSpec]) -> Order:
+    return pair[0]
+
+
+def order_of(spec: KernelSpec) -> Order:
     """Sort key of a variant: by shape, then by name."""
     return spec.num_heads, spec.kv_lora_rank, spec.rope_dim, spec.variant_id
 

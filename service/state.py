@@ -3,10 +3,10 @@
 import asyncio
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar, TypeVarTuple, Unpack
 
+from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,8 +23,10 @@ from mlaprep.templates.arch import ARCHS, Arch
 from mlaprep.templates.errors import FieldProblem, SpecError
 from mlaprep.templates.spec import KernelSpec, parse_variant_id
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_READERS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class Service:
     warnings: tuple[str, ...]
     """What is wrong with the installation without keeping it from working."""
     owns_compiler: bool
+    reading: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_READERS))
+    """Bounds the threads of calls that look at the whole store, so that kernels are handed out meanwhile."""
 
     @classmethod
     def assemble(
@@ -128,9 +132,12 @@ def open_store(settings: Settings) -> tuple[KernelStore, str]:
     return TieredStore([MemoryStore(settings.memory_max_bytes), store]), warning
 
 
-async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run what may touch a disk away from the event loop; a client that leaves does not wait for it."""
-    return await run_sync(partial(call, *args, **kwargs), abandon_on_cancel=True)
+async def in_thread(call: Callable[[Unpack[Ts]], T], *args: *Ts, limiter: CapacityLimiter | None = None) -> T:
+    """Run what may touch a disk away from the event loop; a client that leaves does not wait for it.
+
+    With a ``limiter``, only so many of its calls run at once, and they take no thread from others.
+    """
+    return await run_sync(call, *args, abandon_on_cancel=True, limiter=limiter)
 
 
 def service_of(request: Request) -> Service:

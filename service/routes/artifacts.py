@@ -8,11 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlaprep.kernels_cache.key import is_digest
-from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.service.parameters import read_query
 from mlaprep.service.problems import ProblemError, invalid_fields
 from mlaprep.service.routes.documentation import DigestPath, problems
-from mlaprep.service.state import in_thread, service_of
+from mlaprep.service.state import Service, in_thread, service_of
 from mlaprep.templates.errors import FieldProblem
 
 router = APIRouter(prefix="/v1/artifacts", tags=["artifacts"])
@@ -40,7 +39,7 @@ async def get_artifact(request: Request, digest: DigestPath) -> Response:
     read_query(request)
     store = service_of(request).store
     if not is_digest(digest):
-        return await _redirect(store, digest)
+        return await _redirect(service_of(request), digest)
     cubin = await in_thread(store.get_blob, digest)
     if cubin is None:
         raise _no_artifact()
@@ -57,11 +56,11 @@ def not_modified(request: Request, tag: str) -> bool:
     return given == "*" or tag in _ENTITY_TAG.findall(given)
 
 
-async def _redirect(store: KernelStore, prefix: str) -> Response:
+async def _redirect(service: Service, prefix: str) -> Response:
     if not _PREFIX.fullmatch(prefix):
         allowed = "64 lower-case hexadecimal digits, or the first 8 or more of them"
         raise invalid_fields([FieldProblem("digest", "a string that is no digest", allowed)])
-    digest = await in_thread(store.find_blob, prefix)
+    digest = await in_thread(service.store.find_blob, prefix, limiter=service.reading)
     if digest is None:
         raise _no_artifact()
     return Response(status_code=307, headers={"location": f"/v1/artifacts/{digest}", "cache-control": "no-cache"})

@@ -8,15 +8,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlaprep.service.compiler import CompilerState
+from mlaprep.service.parameters import read_query
+from mlaprep.service.routes.documentation import problems, query
 from mlaprep.service.schemas import HealthReply, ReadyReply
 from mlaprep.service.state import Service, in_thread, json_response, service_of
 
 router = APIRouter(tags=["health"])
 
 
-@router.get("/healthz", summary="Whether the process answers", response_model=HealthReply)
-async def healthz() -> Response:
+@router.get(
+    "/healthz",
+    summary="Whether the process answers",
+    response_model=HealthReply,
+    responses=problems(422),
+    openapi_extra=query(),
+)
+async def healthz(request: Request) -> Response:
     """Touches neither disk nor compiler."""
+    read_query(request)
     return json_response({"status": "ok"})
 
 
@@ -24,13 +33,15 @@ async def healthz() -> Response:
     "/readyz",
     summary="Whether the process can do its work",
     response_model=ReadyReply,
-    responses={503: {"model": ReadyReply, "description": "not ready; ``reasons`` say why"}},
+    responses={503: {"model": ReadyReply, "description": "not ready; ``reasons`` say why"}, **problems(422)},
+    openapi_extra=query(),
 )
 async def readyz(request: Request) -> Response:
     """Ready means that kernels can be built, or, for a read-only service, that it runs.
 
     Kernels that are built already are served either way. Looks for a missing compiler again.
     """
+    read_query(request)
     service = service_of(request)
     if not service.settings.read_only:
         service.compiler.start()

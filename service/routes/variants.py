@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlaprep.service.catalog import STATES, Filter, Variant, VariantArch
+from mlaprep.service.catalog import STATES, Catalog, Filter, Variant, VariantArch
 from mlaprep.service.parameters import QueryParameter, choice, integer, read_query
 from mlaprep.service.routes.documentation import VariantPath, problems, query
 from mlaprep.service.schemas import ARCH, VARIANT_ID, VariantReply, VariantsReply
@@ -60,7 +60,8 @@ async def list_variants(request: Request) -> Response:
         state=values["state"],
         after=values["cursor"],
     )
-    return json_response(await in_thread(_page, service_of(request).catalog.variants, wanted, values["limit"]))
+    service = service_of(request)
+    return json_response(await in_thread(_page, service.catalog, wanted, values["limit"], limiter=service.reading))
 
 
 @router.get(
@@ -75,17 +76,17 @@ async def get_variant(request: Request, variant_id: VariantPath) -> Response:
     read_query(request)
     spec = parse_variant_id(variant_id)
     service = service_of(request)
-    variant = await in_thread(service.catalog.variant, spec, service.known_archs())
+    variant = await in_thread(service.catalog.variant, spec, service.known_archs(), limiter=service.reading)
     return json_response(_variant(variant))
 
 
-def _page(variants: Any, wanted: Filter, limit: int) -> dict[str, Any]:
-    found: list[Variant] = variants(wanted)
-    page = found[:limit]
+def _page(catalog: Catalog, wanted: Filter, limit: int) -> dict[str, Any]:
+    page = catalog.page(wanted, limit)
+    more = page.total > len(page.variants)
     return {
-        "variants": [_variant(variant) for variant in page],
-        "total": len(found),
-        "next_cursor": page[-1].spec.variant_id if len(found) > limit else None,
+        "variants": [_variant(variant) for variant in page.variants],
+        "total": page.total,
+        "next_cursor": page.variants[-1].spec.variant_id if more else None,
     }
 
 

@@ -229,13 +229,9 @@ def test_B038_a_prefix_leads_to_one_artifact_or_none(make_client: ClientMaker, c
     problem(client.get("/v1/artifacts/00000000"), 404, "artifact-not-found")
     other = client.put(KERNEL.replace("sm_100a", "sm_90a")).json()["manifest"]["cubin_sha256"]
 
-    class Alike(MemoryStore):
-        def list(self, arch: str | None = None) -> Any:
-            document = store._entries[next(iter(store._entries))].manifest.to_dict()
-            yield Manifest.from_dict(document)
-            yield Manifest.from_dict(document | {"cubin_sha256": digest[:10] + other[10:]})
-
-    client = make_client(store=Alike())
+    alike = MemoryStore()
+    alike._blobs = {digest: {"1" * 64}, digest[:10] + other[10:]: {"2" * 64}}
+    client = make_client(store=alike)
     problem(client.get(f"/v1/artifacts/{digest[:9]}"), 409, "ambiguous-prefix")
 
 
@@ -563,3 +559,9 @@ def test_a_mistake_in_a_template_is_told_by_name_and_line(client: Client, monkey
     reply = client.put(KERNEL)
     problem(reply, 500, "template-error")
     assert "scatter.cuh.j2, line 7" in reply.json()["detail"]
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+def test_health_takes_no_query_either(client: Client, path: str) -> None:
+    reply = client.get(f"{path}?verbose=1")
+    assert [fault["field"] for fault in problem(reply, 422, "invalid-request")["problems"]] == ["verbose"]

@@ -1,0 +1,152 @@
+"""The catalog: one look at the store for all who ask, and none of them holds up the service."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from cache.samples import make_artifact
+from service_kit import ClientMaker
+
+from mlaprep.kernels_cache.artifact import Manifest
+from mlaprep.kernels_cache.store import MemoryStore
+from mlaprep.service import builder as builder_module
+from mlaprep.service.builder import Builder
+from mlaprep.service.catalog import Catalog, Filter, order_of, preset_specs
+from mlaprep.service.compiler import Compiler
+from mlaprep.templates.arch import Arch
+from mlaprep.templates.spec import KernelSpec
+
+KERNEL = "/v1/kernels/sm_100a/mla_prepare-h12-r512-d64-bf16-fp8-norope-i64-pdl"
+
+
+class Listed(MemoryStore):
+    """A store that holds manifests only, and counts and slows down each look at them."""
+
+    def __init__(self, manifests: list[Manifest], pause_s: float = 0.0) -> None:
+        super().__init__()
+        self.manifests, self.pause_s, self.looks, self.at_once, self.most = manifests, pause_s, 0, 0, 0
+
+    def list(self, arch: str | None = None) -> Iterator[Manifest]:
+        self.looks += 1
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        time.sleep(self.pause_s)
+        self.at_once -= 1
+        return iter(list(self.manifests))
+
+
+def manifests_of(count: int) -> list[Manifest]:
+    """Of so many variants, which differ in a constant stride."""
+    template = make_artifact(arch="sm_100a").manifest.to_dict()
+    made = []
+    for number in range(count):
+        spec = KernelSpec(num_heads=1 + number % 100, out_token_stride=65536 + 16 * number)
+        changes = {"spec": spec.to_dict(), "variant_id": spec.variant_id, "key": f"{number:064x}"}
+        made.append(Manifest.from_dict(template | changes))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def any_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no compiler is known, every entry is given out, so that samples will do."""
+    monkeypatch.setattr(builder_module, "installed_nvrtc_version", lambda: None)
+
+
+@pytest.fixture
+def idle() -> Iterator[Compiler]:
+    with Compiler(processes=1) as compiler:
+        yield compiler
+
+
+def test_six_thousand_entries_are_paged_in_a_fraction_of_a_second(
+    idle: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Listed(manifests_of(6000))
+    described = 0
+    real = builder_module.Builder.use
+
+    def use(self: Builder, spec: KernelSpec, arch: Arch) -> Any:
+        nonlocal described
+        described += 1
+        return real(self, spec, arch)
+
+    monkeypatch.setattr(builder_module.Builder, "use", use)
+    with Builder(store, idle) as builder:
+        catalog = Catalog(builder)
+        first = catalog.page(Filter(), 100)
+        assert first.total >= 6000
+        described = 0
+        began = time.perf_counter()
+        assert catalog.page(Filter(), 100) == first
+        assert time.perf_counter() - began < 0.5
+        assert described == sum(len(variant.archs) for variant in first.variants)
+        assert store.looks == 1
+
+
+def test_pages_hold_every_variant_once_and_in_order(idle: Compiler) -> None:
+    store = Listed(manifests_of(250))
+    with Builder(store, idle) as builder:
+        catalog = Catalog(builder)
+        seen, after = [], None
+        while True:
+            page = catalog.page(Filter(after=after), 60)
+            seen += [variant.spec for variant in page.variants]
+            assert page.total == len(page.variants) + (250 + len(preset_specs()) - len(seen))
+            if page.total == len(page.variants):
+                break
+            after = seen[-1]
+        assert seen == sorted({*seen}, key=order_of)
+        assert len(seen) == 250 + len(preset_specs())
+        built = catalog.page(Filter(state="built"), 500)
+        assert built.total == len(built.variants) == 250
+
+
+def test_what_is_new_shows_and_what_is_gone_goes(idle: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlaprep.service.catalog._SNAPSHOT_S", 0.05)
+    manifests = manifests_of(3)
+    store = Listed(manifests[:2])
+    with Builder(store, idle) as builder:
+        catalog = Catalog(builder)
+        assert catalog.page(Filter(state="built"), 10).total == 2
+        store.manifests = manifests[1:]
+        time.sleep(0.3)
+        page = catalog.page(Filter(state="built"), 10)
+        assert [variant.spec.out_token_stride for variant in page.variants] == [65552, 65568]
+
+
+def test_a_slow_store_is_read_by_one_and_holds_up_nobody(make_client: ClientMaker) -> None:
+    """Reading takes longer than a reading is good for, and as many ask as there are threads."""
+    store = Listed(manifests_of(20), pause_s=1.2)
+    client = make_client(store=store, read_only=True)
+    with ThreadPoolExecutor(60) as threads:
+        storm = [threads.submit(client.get, "/v1/variants?limit=1") for _ in range(50)]
+        time.sleep(0.3)
+        began = time.monotonic()
+        assert client.get("/readyz").status_code == 200
+        assert client.get(KERNEL).status_code == 404
+        assert time.monotonic() - began < 0.8
+        assert {reply.result().status_code for reply in storm} == {200}
+        assert (store.looks, store.most) == (1, 1)
+        time.sleep(1.1)  # what was read is old now, but the next reading only costs whoever does it
+        again = [threads.submit(client.get, "/v1/variants?limit=1") for _ in range(50)]
+        began = time.monotonic()
+        assert {reply.result().status_code for reply in again} == {200}
+        assert time.monotonic() - began < 5
+    assert store.looks <= 2
+    assert store.most == 1
+
+
+def test_a_reading_counts_from_its_end(idle: Compiler) -> None:
+    store = Listed(manifests_of(1), pause_s=1.2)
+    with Builder(store, idle) as builder:
+        catalog = Catalog(builder)
+        threads = [threading.Thread(target=catalog.page, args=(Filter(), 1)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        catalog.page(Filter(), 1)
+        assert store.looks == 1
