@@ -14,6 +14,7 @@ from typing import Final
 import uvicorn
 
 from mlaprep.service.app import create_app
+from mlaprep.service.descriptors import ACCEPTED_AT_ONCE, ANSWERED_BEYOND, log_seldom, refuse_beyond, room_for
 from mlaprep.service.drain import Drain
 from mlaprep.service.errors import ListenError
 from mlaprep.service.settings import Settings, read_settings
@@ -47,14 +48,15 @@ def serve(settings: Settings | None = None, *, on_listening: Callable[[int], Non
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(listener) for listener in listen(settings.host, settings.port)]
+        connections = room_for(settings.max_connections)
         app = create_app(settings)
         config = uvicorn.Config(
             app,
             log_config=None,
             access_log=settings.access_log,
-            limit_concurrency=settings.max_connections,
+            limit_concurrency=connections,
             timeout_graceful_shutdown=settings.shutdown_grace_s,
-            backlog=_BACKLOG,
+            backlog=ACCEPTED_AT_ONCE,
             proxy_headers=False,
             server_header=False,
             ws="none",
@@ -106,7 +108,13 @@ class _Server(uvicorn.Server):
         self._on_listening = on_listening
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        log_seldom(asyncio.get_running_loop())
+        limit = (self.config.limit_concurrency or 0) + ANSWERED_BEYOND
+        protocol = refuse_beyond(limit, self.config.http_protocol_class)
+        self.config.http_protocol_class = protocol  # type: ignore[assignment]  # only ever called
         await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)  # connections that wait; uvicorn's number is of those taken in one turn too
         if self.started and self._on_listening is not None:
             self._on_listening(self.servers[0].sockets[0].getsockname()[1])
 
