@@ -153,6 +153,14 @@ def test_a_built_kernel_is_answered_within_milliseconds(run_server: ServerMaker)
         assert median <= 9 or cpu <= 3
 
 
+def test_replies_do_not_wait_for_acknowledgements() -> None:
+    (listener,) = listen("127.0.0.1", 0)
+    with listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_health_answers_while_everything_compiles(run_server: ServerMaker) -> None:
     with run_server() as server, ThreadPoolExecutor(32) as threads:
         paths = [KERNEL.replace("h12", f"h{heads}") for heads in range(1, 65)]
