@@ -147,6 +147,8 @@ def _run(
         if args.time_limit and time.monotonic() - started > args.time_limit:
             return f"the time limit of {args.time_limit} s"
         columns = contenders.rope() if cell.rope else contenders.plain()
+        if args.contenders:
+            columns = [contender for contender in columns if contender.name in args.contenders]
         try:
             if part == "eager":
                 record["eager"].append(measure_eager(cell, columns, rounds=args.rounds, seed=args.seed))
@@ -234,6 +236,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rope-heads", type=_numbers, help="the same for the table with rope, default 16,128")
     parser.add_argument("--tokens", type=_numbers, help=f"comma-separated, default {','.join(map(str, TOKENS))}")
     parser.add_argument("--parts", type=_parts, default=PARTS, help=f"comma-separated, default {','.join(PARTS)}")
+    parser.add_argument(
+        "--contenders", type=lambda text: text.split(","), help="comma-separated names, as the record has them; all"
+    )
     parser.add_argument("--quick", action="store_true", help="a few cells")
     parser.add_argument("--rounds", type=int, help=f"timings of each cell, default {ROUNDS}")
     parser.add_argument("--seed", type=int, default=1)

@@ -120,12 +120,13 @@ class CudaDriver:
     def load(self, cubin: bytes, entry: str, device: int) -> LoadedKernel:
         context = self._context(device)
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        # A load is illegal while any thread captures in the default mode; relaxed mode, for this thread
-        # and this call, leaves such a capture valid.
-        mode = ctypes.c_int(_RELAXED)
-        self._check(self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "change the capture mode")
+        # The context comes first: without one, the driver makes device 0's for the next call.
+        self._check(self._cuda.cuCtxPushCurrent_v2(ctypes.c_void_p(context)), "enter the device's context")
         try:
-            self._check(self._cuda.cuCtxPushCurrent_v2(ctypes.c_void_p(context)), "enter the device's context")
+            # A load is illegal while any thread captures in the default mode; relaxed mode, for this thread
+            # and this call, leaves such a capture valid.
+            mode = ctypes.c_int(_RELAXED)
+            self._check(self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "change the capture mode")
             try:
                 image = ctypes.create_string_buffer(cubin, len(cubin))
                 self._check(
@@ -136,9 +137,9 @@ class CudaDriver:
                     f"find the kernel {entry}",
                 )
             finally:
-                self._cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+                self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         finally:
-            self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+            self._cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
         if not function.value:
             raise DriverError(f"asked for the kernel {entry}, the driver returned none")
         return LoadedKernel(function.value, context, self._attribute(self._device(device), _MULTIPROCESSORS))
