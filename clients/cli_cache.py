@@ -255,7 +255,7 @@ def _spec(manifest: Manifest) -> str:
 
 def _parameters(manifest: Manifest) -> str:
     parameters = manifest.launch.get("parameters")
-    return ", ".join(str(pair[0]) for pair in parameters) if isinstance(parameters, list) else ""
+    return ", ".join(str(pair[0]) for pair in parameters) if isinstance(parameters, tuple) else ""
 
 
 def _digits(arch: str) -> str:

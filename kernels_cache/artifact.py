@@ -2,9 +2,10 @@
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any, Final, Self
 
 from mlaprep.kernels_cache.elf import MAX_CUBIN_BYTES, check_cubin
@@ -29,6 +30,7 @@ _TEXTS: Final[Mapping[str, re.Pattern[str]]] = {
     "created_at": re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|\+00:00)", re.ASCII),
 }
 _OPTION: Final = re.compile(r"[ -Z\\^-z|~]{1,256}", re.ASCII)  # printable, no bracket of any kind
+_SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 _SIGNATURE: Final = re.compile(r"[!-~]{1,1024}", re.ASCII)
 _COUNTS: Final = ("cubin_size", "registers", "spill_stores", "spill_loads", "stack_bytes", "shared_bytes")
 
@@ -44,8 +46,8 @@ class Manifest:
     schema: int = SCHEMA
     """Version of the key encoding and of this manifest; others are refused."""
     variant_id: str
-    spec: dict[str, Any]
-    """The full kernel specification, as JSON values; the manifest keeps a copy of its own."""
+    spec: Mapping[str, Any]
+    """The full kernel specification, as JSON values; a copy of the manifest's own that nobody can change."""
     arch: str
     key: str
     """The cache key, see :func:`mlaprep.kernels_cache.key.cache_key`."""
@@ -56,8 +58,8 @@ class Manifest:
     """Digest of the source's UTF-8 text."""
     entry: str
     """Name of the kernel's entry point."""
-    launch: dict[str, Any]
-    """What a caller needs to launch it, as JSON values."""
+    launch: Mapping[str, Any]
+    """What a caller needs to launch it, as JSON values; read-only as well, with tuples for lists."""
     registers: int
     """Registers a thread."""
     spill_stores: int
@@ -102,6 +104,10 @@ class Manifest:
             object.__setattr__(self, name, _json_object(name, getattr(self, name)))
         object.__setattr__(self, "options", tuple(self.options))
         object.__setattr__(self, "compile_ms", float(self.compile_ms))
+
+    def __reduce__(self) -> tuple[Callable[[object], Self], tuple[dict[str, Any]]]:
+        # Read-only mappings can neither be pickled nor copied.
+        return type(self).from_dict, (self.to_dict(),)
 
     def to_dict(self) -> dict[str, Any]:
         """Every member, JSON types only; :meth:`from_dict` reads it back."""
@@ -248,12 +254,21 @@ def _is_time(text: str) -> bool:
 
 
 def _json_object(name: str, value: object) -> Any:
-    """A private copy that the manifest's own JSON text can carry."""
+    """A private, read-only copy that the manifest's own JSON text can carry."""
     _require(name, isinstance(value, Mapping))
     try:
-        return _parse(canonical_json(value), _MAX_PART_BYTES, _MAX_PART_BRACKETS)
+        return _frozen(_parse(canonical_json(value), _MAX_PART_BYTES, _MAX_PART_BRACKETS))
     except (TypeError, ValueError, RecursionError):
         raise ArtifactError("manifest", f"a manifest whose {name} holds what JSON cannot, or too much") from None
+
+
+def _frozen(value: Any) -> Any:
+    kind = type(value)
+    if kind is dict:
+        return MappingProxyType(
+            {name: item if type(item) in _SCALARS else _frozen(item) for name, item in value.items()}
+        )
+    return tuple(map(_frozen, value)) if kind is list else value
 
 
 def _parse(text: bytes | str, max_bytes: int = MAX_MANIFEST_BYTES, max_brackets: int = _MAX_BRACKETS) -> object:

@@ -99,7 +99,13 @@ def canonical_json(value: object) -> str:
 
 def write_json(value: object) -> str:
     """:func:`canonical_json` of a value that is known to be JSON."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False, default=_plain)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a {type(value).__name__} is no JSON value")
 
 
 def json_value(value: object) -> Any:

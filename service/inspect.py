@@ -188,8 +188,8 @@ def _arguments(manifest: Manifest, start: int) -> Iterator[tuple[int, str]]:
     """Place and name of each argument, for as long as the manifest's list makes sense."""
     listed = manifest.launch.get("parameters")
     at = start
-    for item in listed if isinstance(listed, list) else ():
-        if not (isinstance(item, list) and len(item) == 2 and isinstance(item[0], str) and item[1] in _ARGUMENT_BYTES):
+    for item in listed if isinstance(listed, tuple) else ():
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and item[1] in _ARGUMENT_BYTES):
             return
         size = _ARGUMENT_BYTES[item[1]]
         at = -(-at // size) * size

@@ -1,7 +1,9 @@
 """Manifest and artifact: values that are checked when made, and a proof that the parts belong together."""
 
+import copy
 import dataclasses
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -75,7 +77,25 @@ def test_a_manifest_keeps_copies_of_its_own() -> None:
     manifest = dataclasses.replace(MANIFEST, spec=spec)
     spec["strides"].append(3)
     manifest.to_dict()["spec"]["strides"].append(4)
-    assert manifest.spec == {"strides": [1, 2]}
+    assert manifest.to_dict()["spec"] == {"strides": [1, 2]}
+
+
+def test_nobody_changes_what_others_hold() -> None:
+    """One manifest serves the store, the memory tier and every handle of a process."""
+    part = {"pdl": True, "parameters": [["q_out", "pointer"]], "inner": {"deep": [{}]}}
+    manifest = dataclasses.replace(MANIFEST, spec=part, launch=part)
+    for mapping in (manifest.spec, manifest.launch, manifest.spec["inner"], manifest.launch["inner"]["deep"][0]):
+        with pytest.raises(TypeError):
+            mapping["num_heads"] = 1
+        assert not hasattr(mapping, "update")
+    for sequence in (manifest.launch["parameters"], manifest.launch["parameters"][0], manifest.spec["inner"]["deep"]):
+        assert isinstance(sequence, tuple)
+    assert json.loads(manifest.to_json())["launch"] == manifest.to_dict()["launch"] == part
+    for again in (pickle.loads(pickle.dumps(manifest)), copy.copy(manifest), copy.deepcopy(manifest)):
+        assert again == manifest
+        assert again.to_json() == manifest.to_json()
+    assert manifest == Manifest.from_json(manifest.to_json(), sealed=True)
+    assert manifest != dataclasses.replace(manifest, launch=part | {"pdl": False})
 
 
 def test_every_flipped_bit_of_a_sealed_manifest_shows() -> None:
