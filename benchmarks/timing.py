@@ -46,6 +46,7 @@ class Chain:
 
     def __init__(self, body: Body, layers: list[Layer], *, keep: bool) -> None:
         self.layers = layers
+        self._body = body  # what it holds, page tables say, is read by every replay
         self.queries: list[Tensor | None] = []
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

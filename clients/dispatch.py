@@ -8,9 +8,11 @@ options alone, never on values.
 import functools
 import threading
 from typing import TYPE_CHECKING, Final, TypedDict, Unpack
+from weakref import WeakKeyDictionary
 
 from mlaprep.clients.coverage import coverage
 from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
+from mlaprep.clients.prepared import TENSORS, PreparedLaunch, layout_key, option_key, remember
 from mlaprep.clients.reference import prepare_chain
 from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.templates.errors import SpecError
@@ -82,39 +84,47 @@ def fused_prepare(
         TypeError, ValueError: arguments that nothing could take; the argument is named.
         KernelNotReady: the kernel is not loaded on the device and its stream is being captured.
     """
-    operands = check_operands(
-        q_nope,
-        q_rope,
-        k_nope,
-        k_rope,
-        kv_cache,
-        loc,
-        positions=options.get("positions"),
-        cos_sin_cache=options.get("cos_sin_cache"),
-        q_scale_inv=options.get("q_scale_inv"),
-        kv_scale_inv=options.get("kv_scale_inv"),
-        out=options.get("out"),
-        layout=options.get("layout", "fp8"),
-        query_dtype=options.get("query_dtype"),
-        tile_scale=options.get("tile_scale"),
-        rope=options.get("rope", "none"),
-        pad_heads_to=options.get("pad_heads_to"),
-        write_kv=options.get("write_kv", True),
-        write_q=options.get("write_q", True),
-    )
-    rank, reserved_slot = options.get("dcp_rank", 0), options.get("reserved_slot")
-    world, interleave = options.get("dcp_world", 1), options.get("dcp_interleave", 1)
-    check_slot_rules(reserved_slot, world, rank, interleave, operands.page)
-    if client is not None and not callable(getattr(client, "serving_handle", None)):
+    if client is None:
+        client = default_client()
+    elif not callable(getattr(client, "serving_handle", None)):
         raise TypeError(f"client is a {type(client).__name__}; give a KernelClient, or none for the default one")
-    if operands.device.type != "cuda":
-        return None
-    spec = covering_spec(operands, options)
-    handle = None if spec is None else (client or default_client()).serving_handle(spec, operands.device.index or 0)
-    if handle is None:
-        return None
-    result = handle.launch(operands, rank, reserved_slot)
-    return _nothing(operands) if result is None else result
+    named = {name: options.get(name) for name in _TENSOR_OPTIONS}
+    tensors = (q_nope, q_rope, k_nope, k_rope, kv_cache, loc, *named.values())
+    layout = layout_key(tensors)
+    key = (layout, option_key(*[options.get(name) for name in _OPTIONS]))
+    plans = _plans.setdefault(client, {})
+    try:
+        plan = plans[key]
+    except (KeyError, TypeError):
+        plan = None
+    if plan is None or not plan.of_this_process():
+        operands = check_operands(
+            *tensors[:6],
+            **named,
+            layout=options.get("layout", "fp8"),
+            query_dtype=options.get("query_dtype"),
+            tile_scale=options.get("tile_scale"),
+            rope=options.get("rope", "none"),
+            pad_heads_to=options.get("pad_heads_to"),
+            write_kv=options.get("write_kv", True),
+            write_q=options.get("write_q", True),
+        )
+        rank, reserved_slot = options.get("dcp_rank", 0), options.get("reserved_slot")
+        world, interleave = options.get("dcp_world", 1), options.get("dcp_interleave", 1)
+        check_slot_rules(reserved_slot, world, rank, interleave, operands.page)
+        if operands.device.type != "cuda":
+            return None
+        spec = covering_spec(operands, options)
+        handle = None if spec is None else client.serving_handle(spec, operands.device.index or 0)
+        if handle is None:
+            return None
+        plan = handle.plan(operands, rank, reserved_slot)
+        if layout is None:
+            tensors = tuple(getattr(operands, name) for name in TENSORS)
+        else:
+            remember(plans, key, plan)
+    result = plan.run(tensors)
+    return plan.nothing() if result is None else result
 
 
 def prepare(
@@ -236,11 +246,9 @@ def _index_dtype(indices: "Tensor | None") -> str:
     return "i64" if indices is None else f"i{indices.element_size() * 8}"
 
 
-def _nothing(operands: Operands) -> "Tensor":
-    import torch
-
-    return torch.empty(0, dtype=operands.result_dtype, device=operands.device)
-
-
 _DTYPE: Final = {"bfloat16": "bf16", "float16": "fp16"}
 _ELEMENTS_PER_THREAD: Final = (16, 8, 4, 2)
+_TENSOR_OPTIONS: Final = ("positions", "cos_sin_cache", "q_scale_inv", "kv_scale_inv", "out")
+_OPTIONS: Final = tuple(name for name in PrepareOptions.__annotations__ if name not in _TENSOR_OPTIONS)
+_plans: "WeakKeyDictionary[KernelClient, dict[tuple[object, ...], PreparedLaunch]]" = WeakKeyDictionary()
+"""Launches by client and layout. A call that takes the chain is not remembered: ``client.load`` may change it."""

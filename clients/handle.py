@@ -7,13 +7,14 @@ process. It launches on torch's current stream of the tensors' device and leaves
 import os
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from mlaprep.clients.coverage import Coverage, coverage, page_stride
 from mlaprep.clients.errors import ArtifactRejected, DriverError, ForkedProcessError, KernelNotReady, NotCovered
 from mlaprep.clients.launch import KernelDriver, Launcher, cuda_driver, device_ordinal
 from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
 from mlaprep.clients.plan import RowShape, measured_buckets, plan_launch
+from mlaprep.clients.prepared import OUT, TENSORS, PreparedLaunch, layout_key, option_key, remember
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.errors import ArtifactError
 from mlaprep.kernels_cache.origin import require_own_call
@@ -54,10 +55,11 @@ class KernelHandle:
             raise ArtifactRejected(f"asked for {manifest.variant_id}: {error}", reason="wrong-spec") from error
         self.artifact: Final = artifact
         self._driver = driver
-        self._names = tuple(name for name, _ in manifest.launch["parameters"])
+        self._parameters = tuple((name, kind) for name, kind in manifest.launch["parameters"])
         self._shape = RowShape.from_launch(manifest.launch)
         self._buckets = measured_buckets(manifest.arch)
         self._devices: dict[int, _DeviceKernel] = {}
+        self._plans: dict[tuple[object, ...], PreparedLaunch] = {}
         self._loading = threading.Lock()
         self._pid = os.getpid()
 
@@ -162,32 +164,49 @@ class KernelHandle:
             ForkedProcessError: this process is a fork of the one that made the handle.
             DriverError: the driver refused the launch.
         """
-        tensors = (q_nope, q_rope, k_nope, k_rope, kv_cache, loc)
-        operands = self._check(
-            tensors, positions, cos_sin_cache, q_scale_inv, kv_scale_inv, out, dcp_rank, reserved_slot
-        )
-        covered = self._coverage(operands, reserved_slot)
-        if not covered:
-            raise NotCovered(f"{self.spec.variant_id} does not cover this call: {covered.reason}")
-        return self.launch(operands, dcp_rank, reserved_slot)
+        tensors = (
+            q_nope, q_rope, k_nope, k_rope, kv_cache, loc,
+            positions, cos_sin_cache, q_scale_inv, kv_scale_inv, out,
+        )  # fmt: skip
+        layout = layout_key(tensors)
+        key = (layout, option_key(dcp_rank, reserved_slot))
+        try:
+            plan = self._plans[key]
+        except (KeyError, TypeError):
+            operands = self._check(tensors[:6], *tensors[6:], dcp_rank, reserved_slot)
+            covered = self._coverage(operands, reserved_slot)
+            if not covered:
+                raise NotCovered(f"{self.spec.variant_id} does not cover this call: {covered.reason}") from None
+            plan = self.plan(operands, dcp_rank, reserved_slot)
+            if layout is None:
+                return plan.run([getattr(operands, name) for name in TENSORS])
+            remember(self._plans, key, plan)
+        if not plan.of_this_process():
+            self._refuse_fork()
+        return plan.run(tensors)
 
-    def launch(self, operands: Operands, dcp_rank: int = 0, reserved_slot: int | None = None) -> "Tensor | None":
-        """The call itself, for operands that were checked and are covered. Returns and raises as the call does."""
-        import torch
+    def plan(self, operands: Operands, dcp_rank: int = 0, reserved_slot: int | None = None) -> PreparedLaunch:
+        """The launch of operands that were checked and are covered, for every call of their layout.
 
-        query = operands.out
-        if query is None and self.spec.write_q:
-            shape = (operands.tokens, operands.padded_heads, self.spec.row_width)
-            query = torch.empty(shape, dtype=operands.result_dtype, device=operands.device)
+        Raises:
+            KernelNotReady, ForkedProcessError, DriverError: as the call does.
+        """
+        spec, config, kernel = self.spec, None, None
         if operands.tokens:
-            device = operands.device.index or 0
-            kernel = self._devices.get(device) if os.getpid() == self._pid else None
-            if kernel is None:
-                kernel = self._device_kernel(device)
-            values = self._arguments(operands, query, dcp_rank, reserved_slot)
+            kernel = self._device_kernel(operands.device.index or 0)
             config = plan_launch(self._shape, operands.tokens, kernel.multiprocessors, self._buckets)
-            kernel.launch(config, self._open_driver().current_stream(device), [values[name] for name in self._names])
-        return query
+        values = self._arguments(operands, dcp_rank, reserved_slot)
+        return PreparedLaunch(
+            pid=self._pid,
+            launch=None if kernel is None else kernel.launch,
+            config=config,
+            stream=self._current_stream,
+            device=operands.device,
+            pointers=tuple(_POINTERS[name] for name, kind in self._parameters if kind == "pointer"),
+            scalars=tuple(values[name] for name, kind in self._parameters if kind != "pointer"),
+            result_shape=(operands.tokens, operands.padded_heads, spec.row_width) if spec.write_q else None,
+            result_dtype=operands.result_dtype,
+        )
 
     def _check(
         self,
@@ -224,24 +243,10 @@ class KernelHandle:
         device_type = "cuda" if self._driver is None else self._driver.device_type
         return coverage(self.spec, device_type, operands, reserved_slot)
 
-    def _arguments(
-        self, operands: Operands, query: "Tensor | None", dcp_rank: int, reserved_slot: int | None
-    ) -> dict[str, int]:
-        tensors = {
-            "q_out": query,
-            "kv_cache": operands.kv_cache,
-            "q_nope": operands.q_nope,
-            "q_rope": operands.q_rope,
-            "k_nope": operands.k_nope,
-            "k_rope": operands.k_rope,
-            "loc": operands.loc,
-            "positions": operands.positions,
-            "cos_sin_cache": operands.cos_sin_cache,
-            "q_scale_inv": operands.q_scale_inv,
-            "kv_scale_inv": operands.kv_scale_inv,
-        }
-        values = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
-        values |= {
+    def _arguments(self, operands: Operands, dcp_rank: int, reserved_slot: int | None) -> dict[str, int]:
+        """The arguments that are passed by value."""
+        packed = (operands.padded_heads * self.spec.row_width, self.spec.row_width)
+        values = {
             "tokens": operands.tokens,
             "cache_rows": operands.rows,
             "cos_sin_rows": 0 if operands.cos_sin_cache is None else len(operands.cos_sin_cache),
@@ -249,8 +254,11 @@ class KernelHandle:
             "reserved_slot": 0 if reserved_slot is None else reserved_slot,
             "cache_row_stride": operands.row_stride,
             "cache_page_stride": page_stride(self.spec, operands),
+            "out_token_stride": packed[0] if operands.out is None else operands.out.stride(0),
+            "out_head_stride": packed[1] if operands.out is None else operands.out.stride(1),
         }
-        for name, tensor in (("out", query), *((name, tensors[name]) for name in _STRIDED)):
+        for name in _STRIDED:
+            tensor: Tensor | None = getattr(operands, name)
             if tensor is not None:
                 values[f"{name}_token_stride"] = tensor.stride(0)
                 if tensor.dim() == 3:
@@ -262,12 +270,18 @@ class KernelHandle:
             self._driver = cuda_driver()
         return self._driver
 
+    def _current_stream(self, device: int) -> int:
+        return self._open_driver().current_stream(device)
+
+    def _refuse_fork(self) -> NoReturn:
+        raise ForkedProcessError(
+            f"asked to use {self!r} in process {os.getpid()}, found it created in pid {self._pid}; "
+            "CUDA does not survive a fork: load the kernel in the child, or start it with spawn"
+        )
+
     def _device_kernel(self, device: int) -> _DeviceKernel:
         if os.getpid() != self._pid:
-            raise ForkedProcessError(
-                f"asked to use {self!r} in process {os.getpid()}, found it created in pid {self._pid}; "
-                "CUDA does not survive a fork: load the kernel in the child, or start it with spawn"
-            )
+            self._refuse_fork()
         driver = self._open_driver()
         with self._loading:
             if device in self._devices:
@@ -285,10 +299,10 @@ class KernelHandle:
                 )
             launch = self.artifact.manifest.launch
             loaded = driver.load(self.artifact.cubin, self.artifact.manifest.entry, device)
-            parameters = [(name, kind) for name, kind in launch["parameters"]]
-            launcher = driver.prepare(loaded, parameters, launch["pdl"])
+            launcher = driver.prepare(loaded, self._parameters, launch["pdl"])
             self._devices[device] = _DeviceKernel(launcher, loaded.multiprocessors)
             return self._devices[device]
 
 
 _STRIDED: Final = ("q_nope", "q_rope", "k_nope", "k_rope")
+_POINTERS: Final = {"q_out": OUT, **{name: index for index, name in enumerate(TENSORS)}}

@@ -154,12 +154,13 @@ class CudaDriver:
 
     def is_capturing(self, device: int) -> bool:
         status = ctypes.c_int()
-        stream = ctypes.c_void_p(self.current_stream(device))
-        # The legacy stream is resolved in the current context, so ask in the device's own.
+        # The legacy stream is resolved in the current context, so ask in the device's own; torch's first look
+        # for a stream would otherwise make device 0's.
         self._check(
             self._cuda.cuCtxPushCurrent_v2(ctypes.c_void_p(self._context(device))), "enter the device's context"
         )
         try:
+            stream = ctypes.c_void_p(self.current_stream(device))
             result = self._cuda.cuStreamIsCapturing(stream, ctypes.byref(status))
         finally:
             self._cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
