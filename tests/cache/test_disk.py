@@ -111,7 +111,7 @@ def test_a_root_that_cannot_be(tmp_path: Path, kind: str) -> None:
         root = root / "below"
     else:
         root = Path(f"{tmp_path}/a\0b")
-    with pytest.raises(StoreError, match="no kernel cache .*; point MLAPREP_CACHE_DIR at"):
+    with pytest.raises(StoreError, match=r"no kernel cache .*; point MLAPREP_CACHE_DIR at"):
         DiskStore(root)
 
 
