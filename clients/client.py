@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from mlaprep.clients.handle import KernelHandle
+    from mlaprep.clients.prepared import PreparedLaunch
 
 OnMiss = Literal["compile", "fallback", "error"]
 
@@ -86,6 +87,9 @@ class KernelClient:
         )
         self._serving: dict[tuple[KernelSpec, int], KernelHandle | None] = {}
         self._handles: dict[tuple[KernelSpec, Arch], KernelHandle] = {}
+        self.prepared: dict[tuple[object, ...], PreparedLaunch] = {}
+        """Launches that ``prepare`` made through this client, by layout. A call that took the chain is not
+        among them, since :meth:`load` may change its path."""
         forget_when_forked(self)
 
     def artifact(self, spec: KernelSpec | str, arch: Arch | str) -> KernelArtifact:
@@ -210,6 +214,7 @@ class KernelClient:
         self._supply.forget()
         self._serving = {}
         self._handles = {}
+        self.prepared = {}
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,6 @@ options alone, never on values.
 import functools
 import threading
 from typing import TYPE_CHECKING, Final, TypedDict, Unpack
-from weakref import WeakKeyDictionary
 
 from mlaprep.clients.coverage import coverage
 from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
@@ -88,14 +87,17 @@ def fused_prepare(
         client = default_client()
     elif not callable(getattr(client, "serving_handle", None)):
         raise TypeError(f"client is a {type(client).__name__}; give a KernelClient, or none for the default one")
+    if not options.keys() <= _KNOWN:
+        unknown = ", ".join(sorted(options.keys() - _KNOWN))
+        raise TypeError(f"{unknown}: no such option; pass any of {', '.join(sorted(_KNOWN))}")
     named = {name: options.get(name) for name in _TENSOR_OPTIONS}
     tensors = (q_nope, q_rope, k_nope, k_rope, kv_cache, loc, *named.values())
     layout = layout_key(tensors)
     key = (layout, option_key(*[options.get(name) for name in _OPTIONS]))
-    plans = _plans.setdefault(client, {})
+    plans: dict[tuple[object, ...], PreparedLaunch] = getattr(client, "prepared", {})
     try:
-        plan = plans[key]
-    except (KeyError, TypeError):
+        plan = plans.get(key)
+    except TypeError:  # an option that cannot be one: the check says which
         plan = None
     if plan is None or not plan.of_this_process():
         operands = check_operands(
@@ -112,7 +114,7 @@ def fused_prepare(
         rank, reserved_slot = options.get("dcp_rank", 0), options.get("reserved_slot")
         world, interleave = options.get("dcp_world", 1), options.get("dcp_interleave", 1)
         check_slot_rules(reserved_slot, world, rank, interleave, operands.page)
-        if operands.device.type != "cuda":
+        if operands.device.type != _DEVICE_TYPE:
             return None
         spec = covering_spec(operands, options)
         handle = None if spec is None else client.serving_handle(spec, operands.device.index or 0)
@@ -190,7 +192,7 @@ def covering_spec(operands: Operands, options: PrepareOptions) -> KernelSpec | N
     )
     for elements in _ELEMENTS_PER_THREAD:
         spec = _spec((*fields, ("elements_per_thread", elements)))
-        if spec is not None and coverage(spec, "cuda", operands, reserved_slot):
+        if spec is not None and coverage(spec, _DEVICE_TYPE, operands, reserved_slot):
             return spec
     return None
 
@@ -250,5 +252,5 @@ _DTYPE: Final = {"bfloat16": "bf16", "float16": "fp16"}
 _ELEMENTS_PER_THREAD: Final = (16, 8, 4, 2)
 _TENSOR_OPTIONS: Final = ("positions", "cos_sin_cache", "q_scale_inv", "kv_scale_inv", "out")
 _OPTIONS: Final = tuple(name for name in PrepareOptions.__annotations__ if name not in _TENSOR_OPTIONS)
-_plans: "WeakKeyDictionary[KernelClient, dict[tuple[object, ...], PreparedLaunch]]" = WeakKeyDictionary()
-"""Launches by client and layout. A call that takes the chain is not remembered: ``client.load`` may change it."""
+_KNOWN: Final = frozenset(PrepareOptions.__annotations__)
+_DEVICE_TYPE: Final = "cuda"

@@ -5,15 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from emulation.artifact import emulated_artifact
+from emulation.driver import EmulatedDriver
 from kernel.calls import TENSORS, Call, make, moved, paged_pool, values
 from kernel.checks import chain_options, expected
 from kernel.devices import Gpu
 from kernel.memory import Guarded
 
-from mlaprep.clients import fused_prepare, prepare
+from mlaprep.clients import dispatch, fused_prepare, prepare
 from mlaprep.clients.dispatch import covering_spec
 from mlaprep.clients.handle import KernelHandle
 from mlaprep.clients.operands import check_operands
+from mlaprep.clients.prepared import PreparedLaunch
 from mlaprep.templates.spec import KernelSpec
 
 T, H, R, D = 5, 3, 32, 16
@@ -138,6 +141,50 @@ def test_prepare_gives_the_same_bytes_fused_or_not(gpu: Gpu, name: str) -> None:
     assert (query is None) == (wanted.query is None)
     assert query is None or torch.equal(query.view(torch.uint8).cpu(), wanted.query)
     assert whole is None or torch.equal(whole.cpu(), wanted.pool)
+
+
+class EmulatedSupply:
+    """A client of the emulation, which remembers launches as a client does."""
+
+    def __init__(self, driver: EmulatedDriver) -> None:
+        self.prepared: dict[tuple[object, ...], PreparedLaunch] = {}
+        self.asked = 0
+        self._driver = driver
+
+    def serving_handle(self, spec: KernelSpec, device: int) -> KernelHandle:
+        self.asked += 1
+        return KernelHandle(emulated_artifact(spec), self._driver)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_remembered_launch_gives_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of prepare on the emulation, where a CPU tensor is what a kernel takes."""
+    monkeypatch.setattr(dispatch, "_DEVICE_TYPE", "cpu")
+    call, covered = CALLS[name]
+    wanted = expected(call)
+    driver = EmulatedDriver()
+    supply: Any = EmulatedSupply(driver)
+    for _ in range(3):
+        positional, whole, options = given(call, torch.device("cpu"))
+        reads = [*positional, *(options[name] for name in TENSORS if name in options)]
+        with driver.memory(reads, [] if whole is None else [whole]):
+            fused = fused_prepare(*positional, **options, client=supply)
+            assert (fused is not None) == covered
+            query = prepare(*positional, **options, client=supply)
+        assert (query is None) == (wanted.query is None)
+        assert query is None or torch.equal(query.view(torch.uint8), wanted.query)
+        assert whole is None or torch.equal(whole, wanted.pool)
+    assert supply.asked == (1 if covered else 0)
+    assert len(supply.prepared) == (1 if covered else 0)
+
+
+def test_options_that_are_none_are_named() -> None:
+    positional, _, options = given(make(T, H, R, D), torch.device("cpu"))
+    for function in (fused_prepare, prepare):
+        with pytest.raises(TypeError, match="positons"):
+            function(*positional, **options, positons=None)
+        with pytest.raises(TypeError, match="layout"):
+            function(*positional, **{**options, "layout": ["fp8"]})
 
 
 @pytest.mark.parametrize("name", CALLS)
