@@ -85,7 +85,7 @@ def cache_rows(value: object, layout: CacheLayout, inputs: "torch.dtype", rank: 
         TypeError: no dense tensor, or of a dtype that the layout does not store.
         ValueError: another shape or width, or rows that share memory.
     """
-    cache = dense("kv_cache", value, layout.cache_dtypes(inputs), _SHAPES)
+    cache = dense("kv_cache", value, layout.cache_dtypes(inputs), _SHAPES, written=True)
     width, shape, strides = layout.width(rank, rope_dim), cache.shape, cache.stride()
     if len(shape) == 2 and shape[1] == width and strides[1] == 1 and strides[0] >= width:  # the usual pool
         return CacheRows(cache, shape[0], 1, strides[0], strides[0])

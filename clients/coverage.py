@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from mlaprep.clients.operands import Operands
 from mlaprep.clients.plan import MAX_TOKENS
+from mlaprep.clients.prepared import TENSORS
 from mlaprep.templates.fields import DYNAMIC
 from mlaprep.templates.spec import KernelSpec
 
@@ -51,15 +52,28 @@ def _reasons(spec: KernelSpec, device_type: str, operands: Operands, reserved_sl
         ("q_scale_inv", operands.q_scale_inv is not None, spec.q_scale != "none"),
         ("kv_scale_inv", operands.kv_scale_inv is not None, spec.kv_scale != "none"),
         ("positions", operands.positions is not None, spec.rope != "none"),
-        ("reserved_slot", reserved_slot is not None, spec.reserved_slot),
+        ("reserved_slot", spec.write_kv and reserved_slot is not None, spec.reserved_slot),
     ):
         if given != made:
             yield f"{name} {'given' if given else 'absent'}, unlike in the spec the kernel was made for"
+    for name in TENSORS:
+        tensor: Tensor | None = getattr(operands, name)
+        if tensor is not None and tensor.numel() and not _address(tensor):
+            yield f"{name} without memory of its own, the kernel takes an address"
     yield from _index_reasons("loc", operands.loc, spec.loc_dtype)
     yield from _index_reasons("positions", operands.positions, spec.position_dtype)
     yield from _scale_reasons(spec, operands)
     yield from _cache_reasons(spec, operands)
     yield from _memory_reasons(spec, operands)
+
+
+def _address(tensor: "Tensor") -> int:
+    """0 for a wrapper, and for a tensor whose storage was freed."""
+    try:
+        address: int = tensor.data_ptr()
+    except RuntimeError:
+        return 0
+    return address
 
 
 def _index_reasons(name: str, indices: "Tensor | None", made: str) -> Iterator[str]:

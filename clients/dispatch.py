@@ -90,6 +90,11 @@ def fused_prepare(
     if not options.keys() <= _KNOWN:
         unknown = ", ".join(sorted(options.keys() - _KNOWN))
         raise TypeError(f"{unknown}: no such option; pass any of {', '.join(sorted(_KNOWN))}")
+    # Operands of a side that is left out are not looked at.
+    if options.get("write_kv") is False:
+        k_nope = k_rope = kv_cache = loc = None
+    if options.get("write_q") is False:
+        q_nope = q_rope = None
     named = {name: options.get(name) for name in _TENSOR_OPTIONS}
     tensors = (q_nope, q_rope, k_nope, k_rope, kv_cache, loc, *named.values())
     layout = layout_key(tensors)
@@ -163,6 +168,9 @@ def covering_spec(operands: Operands, options: PrepareOptions) -> KernelSpec | N
     The widest accesses that widths, strides and addresses allow are chosen.
     """
     reserved_slot = options.get("reserved_slot")
+    # Slot rules say nothing where no cache is written.
+    writes = operands.kv_cache is not None
+    world = options.get("dcp_world", 1) if writes else 1
     scale = operands.q_scale_inv
     even = operands.page_stride == operands.page * operands.row_stride
     out = operands.out
@@ -180,12 +188,12 @@ def covering_spec(operands: Operands, options: PrepareOptions) -> KernelSpec | N
         ("position_dtype", _index_dtype(operands.positions)),
         ("q_scale", "none" if scale is None else "scalar" if scale.numel() == 1 else "token"),
         ("kv_scale", "none" if operands.kv_scale_inv is None else "scalar"),
-        ("dcp_world", options.get("dcp_world", 1)),
-        ("dcp_interleave", options.get("dcp_interleave", 1) if options.get("dcp_world", 1) > 1 else 1),
-        ("reserved_slot", reserved_slot is not None),
+        ("dcp_world", world),
+        ("dcp_interleave", options.get("dcp_interleave", 1) if world > 1 else 1),
+        ("reserved_slot", writes and reserved_slot is not None),
         ("pad_heads_to", operands.padded_heads if operands.q_nope is not None else None),
         ("page_size", 1 if even else operands.page),
-        ("write_kv", operands.kv_cache is not None),
+        ("write_kv", writes),
         ("write_q", operands.q_nope is not None),
         ("out_token_stride", None if out is None or out.is_contiguous() else "dynamic"),
         ("out_head_stride", None if out is None or out.is_contiguous() else "dynamic"),

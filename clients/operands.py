@@ -104,6 +104,11 @@ def check_operands(
     """
     import torch
 
+    for name, flag in (("write_q", write_q), ("write_kv", write_kv)):
+        if type(flag) is not bool:
+            raise TypeError(f"{name}: found a {kind_of(flag)}; pass True or False")
+    if pad_heads_to is not None and type(pad_heads_to) is not int:
+        raise TypeError(f"pad_heads_to: found a {kind_of(pad_heads_to)}; pass an int, or leave it out")
     if not (write_q or write_kv):
         raise ValueError("write_q: false beside write_kv false, which leaves nothing to do; set one of them")
     kind = cache_layout(layout, query_dtype, tile_scale)
@@ -210,7 +215,7 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
 
 
 def _result(value: object, dtype: "torch.dtype", shape: tuple[int, int, int], query: "Tensor") -> "Tensor":
-    result = dense("out", value, (dtype,), "[T, H, R + D]")
+    result = dense("out", value, (dtype,), "[T, H, R + D]", written=True)
     if tuple(result.shape) != shape:
         raise shape_error("out", result, str(list(shape)))
     same_device("out", result, "q_nope", query)

@@ -52,8 +52,6 @@ class Bucket:
 def measured_buckets(arch: str) -> tuple[Bucket, ...]:
     """The buckets that ``benchmarks/tune_prepare.py`` measured on a GPU of this architecture, in the order to
     look in; empty where none was measured."""
-    if not _MEASURED.exists():
-        return ()
     measured = json.loads(_MEASURED.read_text("utf-8"))["archs"].get(arch, {"buckets": []})
     return tuple(
         Bucket(bucket["rows_per_token_max"], bucket["tokens_max"], bucket["threads_per_block"])

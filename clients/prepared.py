@@ -40,27 +40,24 @@ _ALIGNMENT: Final = 31
 
 
 def layout_key(tensors: Sequence[Any]) -> tuple[object, ...] | None:
-    """What coverage of these tensors depends on; None where one is no plain tensor with an address.
+    """What coverage of these tensors depends on; None where one is no plain tensor with memory of its own.
 
-    An object that only resembles a tensor has no remembered layout, since remembering takes a checked call.
+    Types are part of it, so an object that only resembles a tensor is never taken for one that was checked.
     """
+    key: list[object] = []
     try:
-        return tuple(
-            [
-                None
-                if tensor is None
-                else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & _ALIGNMENT)
-                if not tensor.is_neg()  # a lazily negated tensor is read through a copy
-                else _refuse(tensor)
-                for tensor in tensors
-            ]
-        )
+        for tensor in tensors:
+            if tensor is None:
+                key.append(None)
+                continue
+            address = tensor.data_ptr()
+            # A lazily negated tensor is read through a copy; a wrapper or a freed storage has no address.
+            if tensor.is_neg() or (not address and tensor.numel()):
+                return None
+            key.append((type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address & _ALIGNMENT))
     except (AttributeError, RuntimeError, TypeError):
         return None
-
-
-def _refuse(tensor: object) -> tuple[object, ...]:
-    raise TypeError(f"{type(tensor).__name__} has no layout to remember")
+    return tuple(key)
 
 
 def option_key(*options: object) -> tuple[object, ...]:

@@ -7,12 +7,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def dense(name: str, value: object, dtypes: "tuple[torch.dtype, ...]", shape: str) -> "Tensor":
+def dense(
+    name: str, value: object, dtypes: "tuple[torch.dtype, ...]", shape: str, *, written: bool = False
+) -> "Tensor":
     """``value`` as a dense tensor of one of ``dtypes`` with memory: detached, and resolved if lazily negated.
+
+    One that is ``written`` must be the caller's own memory, so a lazily negated one is refused.
 
     Raises:
         TypeError: no tensor, not dense, or of another dtype; ``name`` is named.
-        ValueError: a meta tensor.
+        ValueError: a meta tensor, or one to write that is lazily negated.
     """
     import torch
 
@@ -29,6 +33,10 @@ def dense(name: str, value: object, dtypes: "tuple[torch.dtype, ...]", shape: st
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_neg():
+        if written:
+            raise ValueError(
+                f"{name}: found a lazily negated tensor, whose memory holds other values; pass a plain one"
+            )
         tensor = tensor.resolve_neg()
     return tensor
 

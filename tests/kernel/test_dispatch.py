@@ -156,6 +156,35 @@ class EmulatedSupply:
         return KernelHandle(emulated_artifact(spec), self._driver)
 
 
+def test_slot_rules_do_not_keep_a_query_only_call_from_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_DEVICE_TYPE", "cpu")
+    call = VARIANTS["query only"]
+    wanted = expected(call)
+    driver = EmulatedDriver()
+    supply: Any = EmulatedSupply(driver)
+    positional, _, options = given(call, torch.device("cpu"))
+    options |= {"dcp_world": 4, "dcp_rank": 1, "reserved_slot": 0}
+    with driver.memory([*positional, *(options[name] for name in TENSORS if name in options)], []):
+        query = fused_prepare(*positional, **options, client=supply)
+        # What is left out is not looked at, whatever it is.
+        again = fused_prepare(*positional[:2], [1], [2], [3], [4], **options, client=supply)
+    assert supply.asked == 1
+    for found in (query, again):
+        assert found is not None
+        assert torch.equal(found.view(torch.uint8), wanted.query)
+
+
+def test_flags_are_booleans_and_nothing_else() -> None:
+    positional, _, options = given(make(T, H, R, D), torch.device("cpu"))
+    for function in (fused_prepare, prepare):
+        for name in ("write_q", "write_kv"):
+            for wrong in (torch.tensor(True), [1], "no", 1):
+                with pytest.raises(TypeError, match=name):
+                    function(*positional, **{**options, name: wrong})
+        with pytest.raises(TypeError, match="pad_heads_to"):
+            function(*positional, **{**options, "write_q": False, "pad_heads_to": [8]})
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_remembered_launch_gives_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole of prepare on the emulation, where a CPU tensor is what a kernel takes."""

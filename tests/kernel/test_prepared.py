@@ -1,15 +1,22 @@
 """PreparedLaunch: a layout is decided once, and nothing that decides it is missing from its key."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from emulation.artifact import emulated_artifact
 from emulation.driver import EmulatedDriver
 
 from mlaprep.clients import handle as handle_module
+from mlaprep.clients import plan as plan_module
 from mlaprep.clients.errors import NotCovered
 from mlaprep.clients.handle import KernelHandle
+from mlaprep.clients.plan import measured_buckets
 from mlaprep.clients.prepared import MAX_LAYOUTS, layout_key, option_key, remember
 from mlaprep.clients.reference import prepare_chain
+from mlaprep.templates.arch import Arch
+from mlaprep.templates.render import MAX_THREADS_PER_BLOCK
 from mlaprep.templates.spec import KernelSpec
 
 T, H, R, D, S = 5, 3, 64, 16, 32
@@ -94,6 +101,88 @@ def test_what_is_no_plain_tensor_has_no_key() -> None:
     assert layout_key((plain, plain.numpy())) is None
     assert layout_key((plain, plain.to_sparse())) is None
     assert layout_key((plain[1:],)) != layout_key((plain[:3],))
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without memory, which computes through another."""
+
+    @staticmethod
+    def of(inner: torch.Tensor) -> "Wrapper":
+        made = torch.Tensor._make_wrapper_subclass(
+            Wrapper, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+        raise AssertionError("coverage must not compute")
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    other = tensor.clone()
+    other.untyped_storage().resize_(0)
+    return other
+
+
+@pytest.mark.parametrize("make_odd", [Wrapper.of, freed])
+@pytest.mark.parametrize("remembered", [False, True])
+def test_a_tensor_without_memory_is_never_launched(
+    monkeypatch: pytest.MonkeyPatch, make_odd: object, remembered: bool
+) -> None:
+    calls = Calls(monkeypatch)
+    tensors = calls.tensors(0)
+    if remembered:
+        calls.check(calls.tensors(1))
+    launched = len(calls.driver.launches)
+    for index in (0, 2, 4, 5):
+        other = [*tensors]
+        other[index] = make_odd(tensors[index])  # type: ignore[operator]
+        with pytest.raises(NotCovered, match="without memory"):
+            calls.handle(*other)
+    assert len(calls.driver.launches) == launched
+
+
+def test_a_lazily_negated_result_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch, layout="same")
+    tensors = calls.tensors(0)
+    pool = torch.zeros(S, R + D, dtype=torch.bfloat16)
+    out = torch.zeros(T, H, R + D, dtype=torch.bfloat16)
+    tensors[4] = torch._neg_view(pool)
+    for function in (calls.handle, lambda *t, **o: prepare_chain(*t, layout="same", **o)):
+        with pytest.raises(ValueError, match="kv_cache"):
+            function(*tensors)
+        with pytest.raises(ValueError, match="out"):
+            function(*tensors[:4], pool, tensors[5], out=torch._neg_view(out))
+
+
+def test_what_resembles_a_tensor_is_refused_beside_a_remembered_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Proxy:
+        def __init__(self, inner: torch.Tensor) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.inner, name)
+
+    calls = Calls(monkeypatch)
+    tensors = calls.tensors(0)
+    calls.check(tensors)
+    with pytest.raises(TypeError, match="q_nope"):
+        calls.handle(Proxy(tensors[0]), *tensors[1:])
+
+
+def test_the_measured_buckets_are_what_a_plan_can_use() -> None:
+    document = json.loads(Path(plan_module.__file__).with_name("launch_plans.json").read_text())
+    assert document["schema"] == 1
+    for arch in document["archs"]:
+        buckets = measured_buckets(Arch(arch).name)
+        assert buckets
+        for bucket in buckets:
+            for number in (bucket.rows_per_token_max, bucket.tokens_max, bucket.threads_per_block):
+                assert type(number) is int
+                assert number >= 1
+            assert bucket.threads_per_block <= MAX_THREADS_PER_BLOCK
+        assert sorted(buckets, key=lambda b: (b.rows_per_token_max, b.tokens_max)) == list(buckets)
+    assert measured_buckets("sm_100a") == ()
 
 
 def test_layouts_are_bounded() -> None:
