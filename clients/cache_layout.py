@@ -75,7 +75,7 @@ def _settled(layout: Layout, query_dtype: str | None, tile_scale: str | None) ->
     for name, value, allowed in (("query_dtype", query_dtype, query), ("tile_scale", tile_scale, tile)):
         if value is not None and value not in allowed:
             raise ValueError(f"{name}: found one that layout {layout} has not; pass {' or '.join(allowed)}")
-    return CacheLayout(layout, query_dtype or query[0], tile_scale or tile[0])  # type: ignore[arg-type]
+    return CacheLayout(layout, query_dtype or query[0], tile_scale or tile[0])  # type: ignore[arg-type]  # checked just above
 
 
 def cache_rows(value: object, layout: CacheLayout, inputs: "torch.dtype", rank: int, rope_dim: int) -> CacheRows:

@@ -171,7 +171,7 @@ def reports_errors(command: F) -> F:
         except (MlaprepError, CacheError, OSError) as error:
             fail(error, as_json=bool(options.get("as_json")))
 
-    return guarded  # type: ignore[return-value]
+    return guarded  # type: ignore[return-value]  # wraps keeps the signature
 
 
 def fail(error: BaseException, *, as_json: bool) -> NoReturn:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, TypedDict, Unpack
 
 from mlaprep.clients.coverage import coverage
 from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
-from mlaprep.clients.prepared import TENSORS, PreparedLaunch, layout_key, option_key, remember
+from mlaprep.clients.prepared import TENSORS, layout_key, option_key, recall, remember
 from mlaprep.clients.reference import prepare_chain
 from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.templates.errors import SpecError
@@ -99,11 +99,7 @@ def fused_prepare(
     tensors = (q_nope, q_rope, k_nope, k_rope, kv_cache, loc, *named.values())
     layout = layout_key(tensors)
     key = (layout, option_key(*[options.get(name) for name in _OPTIONS]))
-    plans: dict[tuple[object, ...], PreparedLaunch] = getattr(client, "prepared", {})
-    try:
-        plan = plans.get(key)
-    except TypeError:  # an option that cannot be one: the check says which
-        plan = None
+    plan = recall(client.prepared, key)
     if plan is None or not plan.of_this_process():
         operands = check_operands(
             *tensors[:6],
@@ -129,7 +125,7 @@ def fused_prepare(
         if layout is None:
             tensors = tuple(getattr(operands, name) for name in TENSORS)
         else:
-            remember(plans, key, plan)
+            remember(client.prepared, key, plan)
     result = plan.run(tensors)
     return plan.nothing() if result is None else result
 

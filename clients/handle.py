@@ -14,7 +14,7 @@ from mlaprep.clients.errors import ArtifactRejected, DriverError, ForkedProcessE
 from mlaprep.clients.launch import KernelDriver, Launcher, cuda_driver, device_ordinal
 from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
 from mlaprep.clients.plan import RowShape, measured_buckets, plan_launch
-from mlaprep.clients.prepared import OUT, TENSORS, PreparedLaunch, layout_key, option_key, remember
+from mlaprep.clients.prepared import OUT, TENSORS, PreparedLaunch, layout_key, option_key, recall, remember
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.errors import ArtifactError
 from mlaprep.kernels_cache.origin import require_own_call
@@ -170,13 +170,12 @@ class KernelHandle:
         )  # fmt: skip
         layout = layout_key(tensors)
         key = (layout, option_key(dcp_rank, reserved_slot))
-        try:
-            plan = self._plans[key]
-        except (KeyError, TypeError):
+        plan = recall(self._plans, key)
+        if plan is None:
             operands = self._check(tensors[:6], *tensors[6:], dcp_rank, reserved_slot)
             covered = self._coverage(operands, reserved_slot)
             if not covered:
-                raise NotCovered(f"{self.spec.variant_id} does not cover this call: {covered.reason}") from None
+                raise NotCovered(f"{self.spec.variant_id} does not cover this call: {covered.reason}")
             plan = self.plan(operands, dcp_rank, reserved_slot)
             if layout is None:
                 return plan.run([getattr(operands, name) for name in TENSORS])

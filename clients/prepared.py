@@ -65,6 +65,14 @@ def option_key(*options: object) -> tuple[object, ...]:
     return (*options, *[type(option) for option in options])
 
 
+def recall(plans: "dict[tuple[object, ...], PreparedLaunch]", key: tuple[object, ...]) -> "PreparedLaunch | None":
+    """The plan kept under a key; None also where an option cannot be hashed, which the check of a call names."""
+    try:
+        return plans.get(key)
+    except TypeError:
+        return None
+
+
 def remember(
     plans: "dict[tuple[object, ...], PreparedLaunch]", key: tuple[object, ...], plan: "PreparedLaunch"
 ) -> None:

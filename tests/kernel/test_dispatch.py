@@ -1,6 +1,6 @@
 """prepare and fused_prepare: one kernel for every batch size, and the chain's bytes where there is none."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -103,6 +103,7 @@ class Supply:
 
     gpu: Gpu
     asked: int = 0
+    prepared: dict[tuple[object, ...], PreparedLaunch] = field(default_factory=dict)
 
     def serving_handle(self, spec: KernelSpec, device: int) -> KernelHandle:
         assert device == self.gpu.device.index
