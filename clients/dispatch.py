@@ -7,12 +7,14 @@ options alone, never on values.
 
 import functools
 import threading
-from typing import TYPE_CHECKING, Final, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Final, Unpack, cast, overload
 
 from mlaprep.clients.coverage import coverage
 from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
+from mlaprep.clients.options import PrepareOptions, SharedOptions
 from mlaprep.clients.prepared import TENSORS, layout_key, option_key, recall, remember
 from mlaprep.clients.reference import prepare_chain
+from mlaprep.clients.spelling import OWN, canonical, slots_come_second
 from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.templates.errors import SpecError
 from mlaprep.templates.spec import KernelSpec, parse_variant_id
@@ -24,40 +26,7 @@ if TYPE_CHECKING:
     from mlaprep.clients.handle import KernelHandle
 
 
-class PrepareOptions(TypedDict, total=False):
-    """Keyword options of :func:`prepare` and :func:`fused_prepare`; those of the chain, by the same names."""
-
-    positions: "Tensor | None"
-    """``[T]`` int32 or int64, with ``rope``; a position outside the table reads its nearest row."""
-    cos_sin_cache: "Tensor | None"
-    """``[P, D]`` float32, rows ``[cos | sin]``, with ``rope``."""
-    q_scale_inv: "Tensor | None"
-    """float32 multiplier of queries before rounding: one element, or ``[T]``."""
-    kv_scale_inv: "Tensor | None"
-    """float32 multiplier of latent rows before rounding: one element."""
-    layout: str
-    """What a cache row holds: ``fp8`` (default), ``fp8-q16``, ``same`` or ``ds_mla``."""
-    query_dtype: str | None
-    """``e4m3`` or ``input``, where the layout leaves a choice."""
-    tile_scale: str | None
-    """``raw`` or ``pow2``, for ``ds_mla``."""
-    rope: str
-    """``none`` (default), ``interleaved`` or ``neox``."""
-    pad_heads_to: int | None
-    """Heads of the result; those added are zero."""
-    reserved_slot: int | None
-    """A slot that is never written."""
-    dcp_world: int
-    dcp_rank: int
-    dcp_interleave: int
-    out: "Tensor | None"
-    """``[T, H, R + D]`` to write the query to."""
-    write_kv: bool
-    """False leaves the cache alone; its operands are not looked at."""
-    write_q: bool
-    """False builds no query."""
-
-
+@overload
 def fused_prepare(
     q_nope: "Tensor | None",
     q_rope: "Tensor | None",
@@ -68,10 +37,32 @@ def fused_prepare(
     *,
     client: "KernelClient | None" = None,
     **options: Unpack[PrepareOptions],
-) -> "Tensor | None":
+) -> "Tensor | None": ...
+
+
+@overload
+def fused_prepare(
+    kv_buffer: "Tensor",
+    loc: "Tensor",
+    cache_k_nope: "Tensor",
+    cache_k_rope: "Tensor",
+    q_nope: "Tensor",
+    q_rope: "Tensor",
+    num_warps: int = 0,
+    dcp_world_size: int = 1,
+    dcp_rank: int = 0,
+    *,
+    client: "KernelClient | None" = None,
+    **options: Unpack[SharedOptions],
+) -> "Tensor | None": ...
+
+
+def fused_prepare(*tensors: Any, client: "KernelClient | None" = None, **options: Any) -> "Tensor | None":
     """Prepare T tokens in one launch, or answer None and touch nothing.
 
-    Tensors as for :meth:`KernelHandle.__call__`, options as :class:`PrepareOptions` lists them. The first
+    Tensors as for :meth:`KernelHandle.__call__`, options as :class:`PrepareOptions` lists them. The order and
+    the names of SGLang's ``set_mla_kv_concat_q_fp8`` and ``set_mla_kv_concat_q`` will do as well:
+    :func:`~mlaprep.clients.spelling.canonical` says what becomes of them. The first
     call of a shape loads its kernel through ``client`` (by default one made from the environment); load it
     ahead with ``client.load`` where that must not happen in the serving path. With ``write_q=False`` the
     answer is an empty tensor where the kernel ran.
@@ -87,9 +78,9 @@ def fused_prepare(
         client = default_client()
     elif not callable(getattr(client, "serving_handle", None)):
         raise TypeError(f"client is a {type(client).__name__}; give a KernelClient, or none for the default one")
-    if not options.keys() <= _KNOWN:
-        unknown = ", ".join(sorted(options.keys() - _KNOWN))
-        raise TypeError(f"{unknown}: no such option; pass any of {', '.join(sorted(_KNOWN))}")
+    if len(tensors) != len(OWN) or not options.keys() <= _KNOWN or slots_come_second(tensors):
+        tensors, options = canonical(tensors, options, _KNOWN)
+    q_nope, q_rope, k_nope, k_rope, kv_cache, loc = tensors
     # Operands of a side that is left out are not looked at.
     if options.get("write_kv") is False:
         k_nope = k_rope = kv_cache = loc = None
@@ -117,7 +108,7 @@ def fused_prepare(
         check_slot_rules(reserved_slot, world, rank, interleave, operands.page)
         if operands.device.type != _DEVICE_TYPE:
             return None
-        spec = covering_spec(operands, options)
+        spec = covering_spec(operands, cast(PrepareOptions, options))
         handle = None if spec is None else client.serving_handle(spec, operands.device.index or 0)
         if handle is None:
             return None
@@ -130,6 +121,7 @@ def fused_prepare(
     return plan.nothing() if result is None else result
 
 
+@overload
 def prepare(
     q_nope: "Tensor | None",
     q_rope: "Tensor | None",
@@ -140,7 +132,27 @@ def prepare(
     *,
     client: "KernelClient | None" = None,
     **options: Unpack[PrepareOptions],
-) -> "Tensor | None":
+) -> "Tensor | None": ...
+
+
+@overload
+def prepare(
+    kv_buffer: "Tensor",
+    loc: "Tensor",
+    cache_k_nope: "Tensor",
+    cache_k_rope: "Tensor",
+    q_nope: "Tensor",
+    q_rope: "Tensor",
+    num_warps: int = 0,
+    dcp_world_size: int = 1,
+    dcp_rank: int = 0,
+    *,
+    client: "KernelClient | None" = None,
+    **options: Unpack[SharedOptions],
+) -> "Tensor | None": ...
+
+
+def prepare(*tensors: Any, client: "KernelClient | None" = None, **options: Any) -> "Tensor | None":
     """Prepare T tokens: one launch where a kernel covers the call, else the unfused chain.
 
     The bytes are the same either way. Arguments as for :func:`fused_prepare`.
@@ -152,9 +164,10 @@ def prepare(
         TypeError, ValueError: arguments that nothing could take; the argument is named.
         KernelNotReady: the kernel is not loaded on the device and its stream is being captured.
     """
-    query = fused_prepare(q_nope, q_rope, k_nope, k_rope, kv_cache, loc, client=client, **options)
+    query: Tensor | None = fused_prepare(*tensors, client=client, **options)
     if query is None:
-        return prepare_chain(q_nope, q_rope, k_nope, k_rope, kv_cache, loc, **options)
+        tensors, options = canonical(tensors, options, _KNOWN)
+        return prepare_chain(*tensors, **options)
     return query if options.get("write_q", True) else None
 
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from emulation.artifact import emulated_artifact
 from emulation.driver import EmulatedDriver
-from kernel.calls import TENSORS, Call, make, moved, paged_pool, values
-from kernel.checks import chain_options, expected
+from kernel.calls import TENSORS, Call, make, paged_pool, values
+from kernel.checks import expected
 from kernel.devices import Gpu
+from kernel.entries import EmulatedSupply, given
 from kernel.memory import Guarded
 
 from mlaprep.clients import dispatch, fused_prepare, prepare
@@ -22,18 +22,6 @@ from mlaprep.templates.spec import KernelSpec
 T, H, R, D = 5, 3, 32, 16
 CHECKED = ("layout", "query_dtype", "tile_scale", "rope", "pad_heads_to", "write_q", "write_kv")
 """Options that say what the operands must be."""
-
-
-def given(call: Call, place: torch.device) -> tuple[tuple[Any, ...], torch.Tensor | None, dict[str, Any]]:
-    """Positional operands on a device, the pool's whole buffer, and the options."""
-    whole = cache = None
-    if call.pool is not None:
-        whole, view = call.pool.allocate(place)
-        cache = view.view(call.cache_dtype if call.pool.itemsize == 1 else call.lead.dtype)
-    tensors = {name: moved(getattr(call, name), place) for name in TENSORS}
-    positional = (*(tensors.pop(name) for name in ("q_nope", "q_rope", "k_nope", "k_rope")), cache, tensors.pop("loc"))
-    rules = {"reserved_slot": call.reserved_slot, "dcp_rank": call.dcp_rank}
-    return positional, whole, tensors | rules | chain_options(call)
 
 
 def spec_of(call: Call) -> KernelSpec | None:
@@ -142,19 +130,6 @@ def test_prepare_gives_the_same_bytes_fused_or_not(gpu: Gpu, name: str) -> None:
     assert (query is None) == (wanted.query is None)
     assert query is None or torch.equal(query.view(torch.uint8).cpu(), wanted.query)
     assert whole is None or torch.equal(whole.cpu(), wanted.pool)
-
-
-class EmulatedSupply:
-    """A client of the emulation, which remembers launches as a client does."""
-
-    def __init__(self, driver: EmulatedDriver) -> None:
-        self.prepared: dict[tuple[object, ...], PreparedLaunch] = {}
-        self.asked = 0
-        self._driver = driver
-
-    def serving_handle(self, spec: KernelSpec, device: int) -> KernelHandle:
-        self.asked += 1
-        return KernelHandle(emulated_artifact(spec), self._driver)
 
 
 def test_slot_rules_do_not_keep_a_query_only_call_from_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
