@@ -61,11 +61,8 @@ def test_every_way_to_pass_their_arguments_is_the_same_call(
     assert tensors[4] is pool
     assert tensors[5] is SLOTS
     wanted = {"dcp_world": 8, "dcp_rank": rank}
-    given_ = {
-        name
-        for name in wanted
-        if by_position > SGLANG.index(ALIASES.get(name, name)) or ALIASES.get(name, name) in keep
-    }
+    theirs = {name: ALIASES.get(name, name) for name in wanted}
+    passed_on = {name for name in wanted if theirs[name] in keep or SGLANG.index(theirs[name]) < by_position}
     chosen = layout or ("same" if sixteen else None)
     assert options == {name: wanted[name] for name in passed_on} | ({} if chosen is None else {"layout": chosen})
 
