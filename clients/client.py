@@ -1,13 +1,15 @@
 """KernelClient: gets kernels and loads them, for a worker."""
 
+import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
 from mlaprep.clients.errors import ArtifactRejected, DriverError, KernelNotReady, KernelUnavailable
 from mlaprep.clients.rest import DEFAULT_TIMEOUT_S, RestTransport
-from mlaprep.clients.supply import ClientStats, KernelBuilder, KernelSupply, Obtained
+from mlaprep.clients.stats import ClientStats, FallbackReason, Tally, Tier, reason_of
+from mlaprep.clients.supply import KernelBuilder, KernelSupply, Obtained
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.kernels_cache.opening import open_default_store
@@ -22,9 +24,13 @@ if TYPE_CHECKING:
     import torch
 
     from mlaprep.clients.handle import KernelHandle
+    from mlaprep.clients.launch import KernelDriver
     from mlaprep.clients.prepared import PreparedLaunch
 
 OnMiss = Literal["compile", "fallback", "error"]
+
+_MAX_TOLD: Final = 256
+"""Fallback decisions that are logged; a process with more of them logs no others."""
 
 _log: Final = logging.getLogger(__name__)
 
@@ -79,13 +85,18 @@ class KernelClient:
         self.offline = offline
         self._transport = transport
         self._given_store = store
+        self.tally = Tally()
+        """What :meth:`stats` reports; ``prepare`` counts here too."""
+        self._told: set[Hashable] = set()
         self._supply = KernelSupply(
             self._open_store,
             None if offline else transport,
             _open_builder if on_miss == "compile" else None,
             no_service="offline, so no service was asked" if offline else "no service is configured",
+            tally=self.tally,
         )
         self._serving: dict[tuple[KernelSpec, int], KernelHandle | None] = {}
+        self._refusals: dict[tuple[KernelSpec, int], FallbackReason] = {}
         self._handles: dict[tuple[KernelSpec, Arch], KernelHandle] = {}
         self.prepared: dict[tuple[object, ...], PreparedLaunch] = {}
         """Launches that ``prepare`` made through this client, by layout. A call that took the chain is not
@@ -138,12 +149,11 @@ class KernelClient:
             DriverError: no CUDA driver or device, or one that refuses the kernel.
             KernelNotReady: the device's stream is being captured.
         """
-        from mlaprep.clients.handle import KernelHandle
         from mlaprep.clients.launch import cuda_driver, device_ordinal
 
         wanted = as_spec(spec, fields)
         if device is None and arch is not None:
-            return KernelHandle(self.artifact(wanted, as_arch(arch)))
+            return self._handle(wanted, as_arch(arch), None)
         driver = cuda_driver()
         ordinal = device_ordinal(device)
         own = Arch.for_device(driver.capability(ordinal))
@@ -155,11 +165,11 @@ class KernelClient:
                 variant_id=wanted.variant_id,
             )
         if target != own:
-            return KernelHandle(self.artifact(wanted, target), driver).load(ordinal)
+            return self._handle(wanted, target, driver).load(ordinal)
         handle = self._serving.get((wanted, ordinal))
         if handle is None:
             # Threads that come first together get one handle, and a handle loads its module once a device.
-            made = KernelHandle(self.artifact(wanted, target), driver)
+            made = self._handle(wanted, target, driver)
             handle = self._handles.setdefault((wanted, target), made).load(ordinal)
             self._serving[wanted, ordinal] = handle
         return handle
@@ -175,9 +185,23 @@ class KernelClient:
             KernelUnavailable, ArtifactRejected, DriverError: no kernel, under ``on_miss="error"``.
         """
         try:
-            return self._serving[spec, device]
+            handle = self._serving[spec, device]
         except KeyError:
             return self._first_handle(spec, device)
+        if handle is None:
+            self.tally.fall_back(self._refusals.get((spec, device), "no-kernel"))
+        return handle
+
+    def fall_back(self, reason: FallbackReason, found: str, decision: Hashable = None) -> None:
+        """Count a call that goes without its kernel, and log it the first time that ``decision`` is met.
+
+        ``found`` says what was found, in words. ``disabled`` and ``cpu`` are no warning: somebody chose them.
+        """
+        self.tally.fall_back(reason)
+        if (reason, decision) not in self._told and len(self._told) < _MAX_TOLD:
+            self._told.add((reason, decision))
+            level = logging.INFO if reason in ("disabled", "cpu") else logging.WARNING
+            _log.log(level, "taking the unfused chain (%s): %s", reason, found)
 
     def _open_store(self) -> KernelStore:
         return open_default_store() if self._given_store is None else self._given_store
@@ -185,6 +209,7 @@ class KernelClient:
     def _first_handle(self, spec: KernelSpec, device: int) -> "KernelHandle | None":
         try:
             if _is_capturing(device):
+                self.tally.fall_back("cold-capture")
                 raise KernelNotReady(
                     f"asked for {spec.variant_id} on device {device} for the first time while its stream is being "
                     "captured; load it before the capture: client.load(spec, device=...)"
@@ -193,8 +218,21 @@ class KernelClient:
         except (KernelUnavailable, ArtifactRejected, DriverError) as error:
             if self.on_miss == "error":
                 raise
-            _log.warning("taking the unfused chain from now on: %s", error)
+            reason = self._refusals.setdefault((spec, device), reason_of(error))
+            self.fall_back(reason, f"{error}; for every call of this shape until it is loaded", (spec, device))
             return self._serving.setdefault((spec, device), None)
+
+    def _handle(self, spec: KernelSpec, arch: Arch, driver: "KernelDriver | None") -> "KernelHandle":
+        from mlaprep.clients.handle import KernelHandle
+
+        obtained = self.obtain(spec, arch)
+        return KernelHandle(obtained.artifact, driver, on_loaded=functools.partial(self._loaded, obtained.tier))
+
+    def _loaded(self, tier: Tier, handle: "KernelHandle", device: int, ms: float) -> None:
+        self.tally.load(ms)
+        _log.info(
+            "loaded %s for %s on device %d from %s in %.1f ms", handle.spec.variant_id, handle.arch, device, tier, ms
+        )
 
     @property
     def store(self) -> KernelStore:
@@ -202,8 +240,12 @@ class KernelClient:
         return self._supply.store
 
     def stats(self) -> ClientStats:
-        """Counts so far."""
-        return self._supply.stats()
+        """Counts so far, in this process."""
+        serving = list(self._serving.items())
+        return self.tally.stats(
+            specialisations=len({spec for (spec, _), handle in serving if handle is not None}),
+            layouts=len(self.prepared),
+        )
 
     def close(self) -> None:
         """End connections and compile processes. The client starts new ones when it is used again."""
@@ -212,7 +254,9 @@ class KernelClient:
     def forget(self) -> None:
         """Back to the configuration alone; what a parent process still uses is left to it."""
         self._supply.forget()
+        self._told = set()
         self._serving = {}
+        self._refusals = {}
         self._handles = {}
         self.prepared = {}
 

@@ -107,9 +107,13 @@ def fused_prepare(*tensors: Any, client: "KernelClient | None" = None, **options
         world, interleave = options.get("dcp_world", 1), options.get("dcp_interleave", 1)
         check_slot_rules(reserved_slot, world, rank, interleave, operands.page)
         if operands.device.type != _DEVICE_TYPE:
+            client.fall_back("cpu", f"the tensors are on {operands.device.type}", operands.device.type)
             return None
         spec = covering_spec(operands, cast(PrepareOptions, options))
-        handle = None if spec is None else client.serving_handle(spec, operands.device.index or 0)
+        if spec is None:
+            client.fall_back("uncovered", *_uncovered(operands))
+            return None
+        handle = client.serving_handle(spec, operands.device.index or 0)
         if handle is None:
             return None
         plan = handle.plan(operands, rank, reserved_slot)
@@ -212,6 +216,13 @@ def covering_spec(operands: Operands, options: PrepareOptions) -> KernelSpec | N
         if spec is not None and coverage(spec, _DEVICE_TYPE, operands, reserved_slot):
             return spec
     return None
+
+
+def _uncovered(operands: Operands) -> tuple[str, tuple[object, ...]]:
+    """A layout that no kernel takes, in words, and what tells it from others of another shape."""
+    decision = (operands.heads, operands.rank, operands.rope_dim, str(operands.dtype), operands.layout.name)
+    shape = "{} heads of {} + {} {}, layout {}".format(*decision)
+    return f"no kernel takes this call ({shape}): its widths, strides or alignment", decision
 
 
 def default_client() -> "KernelClient":

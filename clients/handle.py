@@ -6,6 +6,8 @@ process. It launches on torch's current stream of the tensors' device and leaves
 
 import os
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -37,11 +39,22 @@ class _DeviceKernel:
 class KernelHandle:
     """One variant's kernel, callable.
 
+    Args:
+        artifact: the kernel.
+        driver: what loads and launches it; the CUDA driver by default.
+        on_loaded: called with this handle, the device and the milliseconds it took, once a device.
+
     Raises:
         ArtifactRejected: the artifact does not verify, or is not called as this release calls its spec.
     """
 
-    def __init__(self, artifact: KernelArtifact, driver: KernelDriver | None = None) -> None:
+    def __init__(
+        self,
+        artifact: KernelArtifact,
+        driver: KernelDriver | None = None,
+        *,
+        on_loaded: "Callable[[KernelHandle, int, float], None] | None" = None,
+    ) -> None:
         manifest = artifact.manifest
         try:
             artifact.verify()
@@ -55,6 +68,7 @@ class KernelHandle:
             raise ArtifactRejected(f"asked for {manifest.variant_id}: {error}", reason="wrong-spec") from error
         self.artifact: Final = artifact
         self._driver = driver
+        self._on_loaded = on_loaded
         self._parameters = tuple((name, kind) for name, kind in manifest.launch["parameters"])
         self._shape = RowShape.from_launch(manifest.launch)
         self._buckets = measured_buckets(manifest.arch)
@@ -297,9 +311,12 @@ class KernelHandle:
                     "call handle.load(device) before the capture"
                 )
             launch = self.artifact.manifest.launch
+            began = time.perf_counter()
             loaded = driver.load(self.artifact.cubin, self.artifact.manifest.entry, device)
             launcher = driver.prepare(loaded, self._parameters, launch["pdl"])
             self._devices[device] = _DeviceKernel(launcher, loaded.multiprocessors)
+            if self._on_loaded is not None:
+                self._on_loaded(self, device, (time.perf_counter() - began) * 1e3)
             return self._devices[device]
 
 

@@ -1,17 +1,17 @@
 """KernelSupply: a kernel from the nearest place that has it: process memory, local store, service, a compile here."""
 
 import contextlib
-import dataclasses
 import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Final, Protocol
 
 from mlaprep.clients.errors import ArtifactRejected, KernelUnavailable, MlaprepError, ServiceError
 from mlaprep.clients.rest import RestTransport
+from mlaprep.clients.stats import Tally, Tier
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.errors import ArtifactError
 from mlaprep.kernels_cache.key import request_key
@@ -21,8 +21,6 @@ from mlaprep.templates.arch import Arch
 from mlaprep.templates.errors import SpecError
 from mlaprep.templates.render import check_target, render, templates_fingerprint
 from mlaprep.templates.spec import KernelSpec
-
-Tier = Literal["memory", "disk", "service", "compiled"]
 
 MEMORY_ARTIFACTS: Final = 512
 LOCK_TIMEOUT_S: Final = 40.0
@@ -57,22 +55,6 @@ class Obtained:
     cached: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ClientStats:
-    """Counts since the client was made. The first four are kernels by the place that had them."""
-
-    memory: int = 0
-    disk: int = 0
-    service: int = 0
-    compiled: int = 0
-    unavailable: int = 0
-    """Kernels that no place had."""
-    rejected: int = 0
-    """Entries and replies that were not the kernel asked for."""
-    service_errors: int = 0
-    """Fetches that the service did not answer with a kernel."""
-
-
 class KernelSupply:
     """Finds, fetches or builds verified kernels; a place further away fills the nearer ones.
 
@@ -83,12 +65,12 @@ class KernelSupply:
         transport: the service, or None.
         open_builder: opens what compiles here; None where a miss is not to be compiled.
         no_service: why ``transport`` is None, for error messages.
+        tally: where to count; by default a tally of its own.
     """
 
     _lock: threading.Lock
     _memory: OrderedDict[tuple[KernelSpec, Arch], KernelArtifact]
     _flights: "dict[tuple[KernelSpec, Arch], Future[Obtained]]"
-    _counts: dict[str, int]
     _store: KernelStore | None
     _builder: KernelBuilder | None
 
@@ -99,11 +81,13 @@ class KernelSupply:
         open_builder: Callable[[KernelStore], KernelBuilder] | None,
         *,
         no_service: str = "no service is configured",
+        tally: Tally | None = None,
     ) -> None:
         self._open_store = open_store
         self._transport = transport
         self._open_builder = open_builder
         self._no_service = no_service
+        self.tally = tally or Tally()
         self.forget()
 
     def forget(self) -> None:
@@ -111,7 +95,7 @@ class KernelSupply:
         self._lock = threading.Lock()
         self._memory = OrderedDict()
         self._flights = {}
-        self._counts = {field.name: 0 for field in dataclasses.fields(ClientStats)}
+        self.tally.forget()
         self._store = None
         self._builder = None
 
@@ -134,8 +118,7 @@ class KernelSupply:
                 known = self._memory.get(key)
                 if known is not None:
                     self._memory.move_to_end(key)
-                    self._counts["memory"] += 1
-                    return Obtained(known, "memory", cached=True)
+                    return self._count("memory", known, cached=True)
                 flight = self._flights.get(key)
                 leads = flight is None
                 if flight is None:
@@ -144,11 +127,6 @@ class KernelSupply:
                 return self._lead(key, flight)
             with contextlib.suppress(CancelledError):  # the leader was interrupted: ask again
                 return self._count("memory", flight.result().artifact, cached=True)
-
-    def stats(self) -> ClientStats:
-        """Counts so far."""
-        with self._lock:
-            return ClientStats(**self._counts)
 
     def close(self) -> None:
         """End connections and compile processes."""
@@ -217,8 +195,7 @@ class KernelSupply:
             if (artifact := find_own(self.store, render(spec), str(arch))) is not None:
                 self.store.link(request, artifact.key)
                 return self._count("disk", artifact, cached=True)
-        with self._lock:
-            self._counts["unavailable"] += 1
+        self.tally.add("unavailable")
         if isinstance(cause, ArtifactRejected):
             raise cause
         raise KernelUnavailable(
@@ -240,8 +217,7 @@ class KernelSupply:
         except ArtifactError as error:
             # The link is a hint that anybody may have written; the entry is for something else.
             _log.warning("local store: the entry for %s on %s was refused: %s", spec.variant_id, arch, error)
-            with self._lock:
-                self._counts["rejected"] += 1
+            self.tally.add("rejected")
             return None
         return artifact
 
@@ -254,13 +230,11 @@ class KernelSupply:
         except ServiceError as error:
             _log.warning("kernel service: %s", error)
             attempts.append(str(error))
-            with self._lock:
-                self._counts["service_errors"] += 1
+            self.tally.add("service_errors")
             return None
         except ArtifactRejected as error:
             _log.error("kernel service: %s", error)
-            with self._lock:
-                self._counts["rejected"] += 1
+            self.tally.add("rejected")
             raise
         return self._count("service", reply.artifact, cached=reply.cached)
 
@@ -282,6 +256,6 @@ class KernelSupply:
         self.store.link(request, artifact.key)
 
     def _count(self, tier: Tier, artifact: KernelArtifact, *, cached: bool) -> Obtained:
-        with self._lock:
-            self._counts[tier] += 1
+        self.tally.add(tier)
+        _log.debug("%s for %s: had from %s", artifact.manifest.variant_id, artifact.manifest.arch, tier)
         return Obtained(artifact, tier, cached)

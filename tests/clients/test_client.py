@@ -131,7 +131,7 @@ class TestRejection:
     ) -> None:
         supply = supply_of(MemoryStore(), liar.transport(), FakeBuilder())
         assert supply.obtain(spec, arch).tier == "compiled"
-        assert supply.stats().rejected == 1
+        assert supply.tally.stats().rejected == 1
         assert any(record.levelname == "ERROR" for record in caplog.records)
 
     @pytest.mark.parametrize("other", [KernelSpec(num_heads=16), KernelSpec(num_heads=12, pdl=False)])
@@ -226,7 +226,7 @@ class TestLostLinks:
         service.answer = lambda request: problem(404, "kernel-not-built")
         supply = supply_of(store, service.transport(), FakeBuilder(KernelUnavailable("no compiler")))
         assert supply.obtain(spec, arch).tier == "disk"
-        assert supply.stats().unavailable == 0
+        assert supply.tally.stats().unavailable == 0
 
     def test_what_a_builder_found_is_linked(self, store: DiskStore, spec: KernelSpec, arch: Arch) -> None:
         class Finder(FakeBuilder):

@@ -30,9 +30,13 @@ class EmulatedSupply:
 
     def __init__(self, driver: EmulatedDriver) -> None:
         self.prepared: dict[tuple[object, ...], PreparedLaunch] = {}
+        self.fallbacks: list[str] = []
         self.asked = 0
         self._driver = driver
 
     def serving_handle(self, spec: KernelSpec, device: int) -> KernelHandle:
         self.asked += 1
         return KernelHandle(emulated_artifact(spec), self._driver)
+
+    def fall_back(self, reason: str, found: str, decision: object) -> None:
+        self.fallbacks.append(reason)

@@ -92,11 +92,15 @@ class Supply:
     gpu: Gpu
     asked: int = 0
     prepared: dict[tuple[object, ...], PreparedLaunch] = field(default_factory=dict)
+    fallbacks: list[str] = field(default_factory=list)
 
     def serving_handle(self, spec: KernelSpec, device: int) -> KernelHandle:
         assert device == self.gpu.device.index
         self.asked += 1
         return self.gpu.handle(spec)
+
+    def fall_back(self, reason: str, found: str, decision: object) -> None:
+        self.fallbacks.append(reason)
 
 
 CALLS = {
@@ -181,6 +185,7 @@ def test_a_remembered_launch_gives_the_same_bytes(name: str, monkeypatch: pytest
         assert whole is None or torch.equal(whole, wanted.pool)
     assert supply.asked == (1 if covered else 0)
     assert len(supply.prepared) == (1 if covered else 0)
+    assert supply.fallbacks == ([] if covered else ["uncovered"] * 6)
 
 
 def test_options_that_are_none_are_named() -> None:
