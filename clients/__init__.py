@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ServiceRefused,
         ServiceUnreachable,
         SpecError,
+        VerificationFailed,
     )
     from mlaprep.clients.handle import KernelHandle
 
@@ -42,6 +43,7 @@ __all__ = [
     "ServiceRefused",
     "ServiceUnreachable",
     "SpecError",
+    "VerificationFailed",
     "fused_prepare",
     "prepare",
 ]

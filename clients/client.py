@@ -10,6 +10,7 @@ from mlaprep.clients.errors import ArtifactRejected, DriverError, KernelNotReady
 from mlaprep.clients.rest import DEFAULT_TIMEOUT_S, RestTransport
 from mlaprep.clients.stats import ClientStats, FallbackReason, Tally, Tier, reason_of
 from mlaprep.clients.supply import KernelBuilder, KernelSupply, Obtained
+from mlaprep.clients.switches import Switches
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.kernels_cache.opening import open_default_store
@@ -54,7 +55,8 @@ class KernelClient:
         timeout: seconds that the service may take for one kernel, in all.
 
     Raises:
-        SpecError: an ``on_miss``, URL or token that cannot be used, or an ``MLAPREP_OFFLINE`` that is no switch.
+        SpecError: an ``on_miss``, URL or token that cannot be used, or an ``MLAPREP_OFFLINE``, ``MLAPREP_DISABLE``
+            or ``MLAPREP_VERIFY`` that is no switch.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class KernelClient:
     ) -> None:
         self.on_miss = on_miss
         self.offline = offline
+        self.switches = Switches.from_environment()
         self._transport = transport
         self._given_store = store
         self.tally = Tally()

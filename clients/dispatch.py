@@ -10,11 +10,13 @@ import threading
 from typing import TYPE_CHECKING, Any, Final, Unpack, cast, overload
 
 from mlaprep.clients.coverage import coverage
+from mlaprep.clients.errors import VerificationFailed
 from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
 from mlaprep.clients.options import PrepareOptions, SharedOptions
 from mlaprep.clients.prepared import TENSORS, layout_key, option_key, recall, remember
 from mlaprep.clients.reference import prepare_chain
 from mlaprep.clients.spelling import OWN, canonical, slots_come_second
+from mlaprep.clients.verify import run_verified
 from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.templates.errors import SpecError
 from mlaprep.templates.spec import KernelSpec, parse_variant_id
@@ -73,6 +75,7 @@ def fused_prepare(*tensors: Any, client: "KernelClient | None" = None, **options
     Raises:
         TypeError, ValueError: arguments that nothing could take; the argument is named.
         KernelNotReady: the kernel is not loaded on the device and its stream is being captured.
+        VerificationFailed: ``MLAPREP_VERIFY`` is on, and a byte differs from the unfused chain's.
     """
     if client is None:
         client = default_client()
@@ -106,6 +109,9 @@ def fused_prepare(*tensors: Any, client: "KernelClient | None" = None, **options
         rank, reserved_slot = options.get("dcp_rank", 0), options.get("reserved_slot")
         world, interleave = options.get("dcp_world", 1), options.get("dcp_interleave", 1)
         check_slot_rules(reserved_slot, world, rank, interleave, operands.page)
+        if client.switches.disable:
+            client.fall_back("disabled", "MLAPREP_DISABLE is on")
+            return None
         if operands.device.type != _DEVICE_TYPE:
             client.fall_back("cpu", f"the tensors are on {operands.device.type}", operands.device.type)
             return None
@@ -119,7 +125,17 @@ def fused_prepare(*tensors: Any, client: "KernelClient | None" = None, **options
         plan = handle.plan(operands, rank, reserved_slot)
         if layout is None:
             tensors = tuple(getattr(operands, name) for name in TENSORS)
-        else:
+        if client.switches.verify:
+            if handle.can_verify(operands.device):
+                try:
+                    result = run_verified(handle, plan, tensors, operands, rank, reserved_slot)
+                except VerificationFailed:
+                    client.tally.add("verify_failures")
+                    raise
+                client.tally.add("verified")
+                return plan.nothing() if result is None else result
+            client.tally.add("unverified")
+        elif layout is not None:
             remember(client.prepared, key, plan)
     result = plan.run(tensors)
     return plan.nothing() if result is None else result

@@ -14,6 +14,7 @@
     ├── NotCovered                         tensors that a handle's kernel does not cover
     ├── DriverError                        a CUDA driver call failed; .code
     ├── ForkedProcessError                 a handle used in a child of the process that made it
+    ├── VerificationFailed                 a launch whose bytes are not the chain's; .variant_id, .arch, .digest
     └── CompilerUnavailable, CompileFailed, ...   from mlaprep.service.errors, where a client compiles itself
 
 Every message names what was asked, what was found, and what to do next. Attributes have defaults, so that
@@ -37,6 +38,7 @@ __all__ = [
     "ServiceRefused",
     "ServiceUnreachable",
     "SpecError",
+    "VerificationFailed",
 ]
 
 
@@ -119,3 +121,28 @@ class DriverError(MlaprepError):
 
 class ForkedProcessError(MlaprepError):
     """A handle was used in a forked child; CUDA state does not survive a fork. Load it anew, or spawn."""
+
+
+class VerificationFailed(MlaprepError):
+    """Under ``MLAPREP_VERIFY`` a launch wrote other bytes than the unfused chain, or bytes that are not its to write.
+
+    ``operand`` is ``kv_cache`` or ``query``; ``where`` the first wrong byte: ``(row, byte)`` of the cache, or
+    ``(token, head, byte)``. ``digest`` is the cubin's sha256.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        variant_id: str = "",
+        arch: str = "",
+        digest: str = "",
+        operand: str = "",
+        where: Sequence[int] = (),
+    ) -> None:
+        self.variant_id = variant_id
+        self.arch = arch
+        self.digest = digest
+        self.operand = operand
+        self.where = tuple(where)
+        super().__init__(message)

@@ -17,6 +17,9 @@ from mlaprep.clients.launch import KernelDriver, Launcher, cuda_driver, device_o
 from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
 from mlaprep.clients.plan import RowShape, measured_buckets, plan_launch
 from mlaprep.clients.prepared import OUT, TENSORS, PreparedLaunch, layout_key, option_key, recall, remember
+from mlaprep.clients.reference import spec_chain
+from mlaprep.clients.switches import Switches
+from mlaprep.clients.verify import run_verified, tell_skipped
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.errors import ArtifactError
 from mlaprep.kernels_cache.origin import require_own_call
@@ -46,6 +49,7 @@ class KernelHandle:
 
     Raises:
         ArtifactRejected: the artifact does not verify, or is not called as this release calls its spec.
+        SpecError: ``MLAPREP_DISABLE`` or ``MLAPREP_VERIFY`` is no switch.
     """
 
     def __init__(
@@ -67,6 +71,8 @@ class KernelHandle:
         except SpecError as error:
             raise ArtifactRejected(f"asked for {manifest.variant_id}: {error}", reason="wrong-spec") from error
         self.artifact: Final = artifact
+        self._switches = Switches.from_environment()
+        self._told_unverified = False
         self._driver = driver
         self._on_loaded = on_loaded
         self._parameters = tuple((name, kind) for name, kind in manifest.launch["parameters"])
@@ -149,6 +155,8 @@ class KernelHandle:
     ) -> "Tensor | None":
         """Prepare T tokens in one launch: write their cache rows, return their queries.
 
+        Where ``MLAPREP_DISABLE`` is on, the unfused chain does that instead, for the same layouts.
+
         Args:
             q_nope: ``[T, H, R]`` bf16 or fp16, last stride 1.
             q_rope: ``[T, H, D]``, same dtype; None if D = 0.
@@ -177,6 +185,7 @@ class KernelHandle:
             KernelNotReady: not loaded on this device while its stream is captured; the capture stays valid.
             ForkedProcessError: this process is a fork of the one that made the handle.
             DriverError: the driver refused the launch.
+            VerificationFailed: ``MLAPREP_VERIFY`` is on, and a byte differs from the unfused chain's.
         """
         tensors = (
             q_nope, q_rope, k_nope, k_rope, kv_cache, loc,
@@ -190,13 +199,29 @@ class KernelHandle:
             covered = self._coverage(operands, reserved_slot)
             if not covered:
                 raise NotCovered(f"{self.spec.variant_id} does not cover this call: {covered.reason}")
+            if self._switches.disable:
+                query = spec_chain(self.spec, operands, dcp_rank, reserved_slot)
+                return query if out is None else out
             plan = self.plan(operands, dcp_rank, reserved_slot)
             if layout is None:
-                return plan.run([getattr(operands, name) for name in TENSORS])
+                tensors = tuple(getattr(operands, name) for name in TENSORS)
+            if self._switches.verify and self.can_verify(operands.device):
+                return run_verified(self, plan, tensors, operands, dcp_rank, reserved_slot)
+            if layout is None or self._switches.verify:
+                return plan.run(tensors)
             remember(self._plans, key, plan)
         if not plan.of_this_process():
             self._refuse_fork()
         return plan.run(tensors)
+
+    def can_verify(self, device: "torch.device") -> bool:
+        """Whether a launch could be waited for: not while the device's current stream is being captured."""
+        if not self._open_driver().is_capturing(device.index or 0):
+            return True
+        if not self._told_unverified:
+            self._told_unverified = True
+            tell_skipped(self)
+        return False
 
     def plan(self, operands: Operands, dcp_rank: int = 0, reserved_slot: int | None = None) -> PreparedLaunch:
         """The launch of operands that were checked and are covered, for every call of their layout.

@@ -11,6 +11,7 @@ from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
 from mlaprep.clients.rotation import Rotation
 from mlaprep.clients.rounding import e4m3_codes, element_bits
 from mlaprep.clients.tiles import tiled_rows
+from mlaprep.templates.spec import KernelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -121,6 +122,50 @@ def prepare_chain(
     return result
 
 
+def spec_chain(
+    spec: KernelSpec,
+    operands: Operands,
+    dcp_rank: int = 0,
+    reserved_slot: int | None = None,
+    *,
+    write_kv: bool = True,
+    write_q: bool = True,
+    everywhere: bool = False,
+) -> "Tensor | None":
+    """The chain in place of a spec's kernel, for operands that the kernel covers.
+
+    Args:
+        write_kv, write_q: False leaves out a side that the spec has.
+        everywhere: write every slot, whatever the spec's slot rules say.
+    """
+    write_q = write_q and spec.write_q
+    world = 1 if everywhere else spec.dcp_world
+    return prepare_chain(
+        operands.q_nope,
+        operands.q_rope,
+        operands.k_nope,
+        operands.k_rope,
+        operands.kv_cache,
+        operands.loc,
+        positions=operands.positions,
+        cos_sin_cache=operands.cos_sin_cache,
+        q_scale_inv=operands.q_scale_inv,
+        kv_scale_inv=operands.kv_scale_inv,
+        reserved_slot=None if everywhere else reserved_slot,
+        dcp_world=world,
+        dcp_rank=0 if everywhere else dcp_rank,
+        dcp_interleave=spec.dcp_interleave if world > 1 else 1,
+        out=operands.out,
+        layout=spec.layout,
+        query_dtype=spec.query_dtype,
+        tile_scale=None if spec.tile_scale == "none" else spec.tile_scale,
+        rope=spec.rope,
+        pad_heads_to=operands.padded_heads if write_q else None,
+        write_kv=write_kv and spec.write_kv,
+        write_q=write_q,
+    )
+
+
 def destination_rows(
     loc: "Tensor", rows: int, reserved_slot: int | None, dcp_world: int, dcp_rank: int, dcp_interleave: int
 ) -> "tuple[Tensor, Tensor]":
@@ -159,7 +204,7 @@ def write_rows(cache: "Tensor", row: "Tensor", written: "Tensor", new: "Tensor")
     # One dimension from the first to the last word of the pool, gaps included, since scatters follow one only.
     span = 1 + sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
     columns = torch.arange(source.shape[1], device=source.device) * target.stride(-1)
-    start = sum(part * stride for part, stride in zip(_places(cache, row * written), target.stride(), strict=False))
+    start = sum(part * stride for part, stride in zip(places(cache, row * written), target.stride(), strict=False))
     index = start.unsqueeze(1) + columns
     limits = torch.iinfo(word)
     keep = ~written.unsqueeze(1)
@@ -169,7 +214,7 @@ def write_rows(cache: "Tensor", row: "Tensor", written: "Tensor", new: "Tensor")
     flat.scatter_reduce_(0, index.flatten(), source.masked_fill(keep, limits.min).flatten(), "amax")
 
 
-def _places(cache: "Tensor", row: "Tensor") -> "tuple[Tensor, ...]":
+def places(cache: "Tensor", row: "Tensor") -> "tuple[Tensor, ...]":
     """Row numbers as indices of the cache's leading dimensions: row, or page and row within it."""
     if cache.dim() == 2:
         return (row,)
@@ -193,7 +238,7 @@ def _write_cache(cache: "Tensor", row: "Tensor", written: "Tensor", new: "Tensor
     if cache.is_cuda:
         write_rows(cache, row, written, new)
     else:
-        cache[_places(cache, row[written])] = new[written]
+        cache[places(cache, row[written])] = new[written]
 
 
 def _latent_rows(operands: Operands, rotation: Rotation | None) -> "Tensor":

@@ -62,6 +62,8 @@ class ClientStats:
     """Calls whose bytes were compared with the chain's and were the same."""
     verify_failures: int = 0
     """Calls whose bytes differed."""
+    unverified: int = 0
+    """Calls under ``MLAPREP_VERIFY`` that were not compared, since their stream was being captured."""
     misses_reported: int = 0
     """Kernels that the service was told to have been lacking."""
     misses_dropped: int = 0

@@ -22,6 +22,7 @@ EXPORTS = [
     "ServiceRefused",
     "ServiceUnreachable",
     "SpecError",
+    "VerificationFailed",
     "fused_prepare",
     "prepare",
 ]

@@ -45,7 +45,7 @@ class TestCounts:
         document = json.loads(json.dumps(ClientStats().to_dict()))
         assert set(document) == {
             "memory", "disk", "service", "compiled", "unavailable", "rejected", "service_errors", "fallbacks", "loads",
-            "specialisations", "specialisation_limit", "layouts", "verified", "verify_failures",
+            "specialisations", "specialisation_limit", "layouts", "verified", "verify_failures", "unverified",
             "misses_reported", "misses_dropped",
         }  # fmt: skip
         assert document["fallbacks"] == dict.fromkeys(FALLBACK_REASONS, 0)

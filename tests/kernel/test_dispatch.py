@@ -1,25 +1,21 @@
 """prepare and fused_prepare: one kernel for every batch size, and the chain's bytes where there is none."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from emulation.driver import EmulatedDriver
-from kernel.calls import TENSORS, Call, make, paged_pool, values
+from kernel.calls import TENSORS, Call, make, values
 from kernel.checks import expected
 from kernel.devices import Gpu
-from kernel.entries import EmulatedSupply, given
-from kernel.memory import Guarded
+from kernel.entries import CALLS, VARIANTS, D, DeviceClient, EmulatedSupply, H, R, T, given
 
 from mlaprep.clients import dispatch, fused_prepare, prepare
 from mlaprep.clients.dispatch import covering_spec
-from mlaprep.clients.handle import KernelHandle
 from mlaprep.clients.operands import check_operands
-from mlaprep.clients.prepared import PreparedLaunch
 from mlaprep.templates.spec import KernelSpec
 
-T, H, R, D = 5, 3, 32, 16
 CHECKED = ("layout", "query_dtype", "tile_scale", "rope", "pad_heads_to", "write_q", "write_kv")
 """Options that say what the operands must be."""
 
@@ -49,19 +45,6 @@ def test_the_spec_of_a_call_names_what_it_needs() -> None:
     assert spec_of(replace(make(T, H, R, D), dcp_interleave=64)) == make(T, H, R, D).spec
 
 
-VARIANTS = {
-    "query kept": make(T, H, R, D, layout="fp8-q16", kv_scale_inv=torch.tensor(2.0)),
-    "cache kept": make(T, H, R, D, layout="same", rope="neox", dtype="fp16"),
-    "tiles": make(T, H, 128, 64, layout="ds_mla", tile_scale="pow2", rope="interleaved"),
-    "tiles, query kept": make(T, H, 128, 64, layout="ds_mla", query_dtype="input", q_scale_inv=torch.ones(T)),
-    "narrow positions": make(T, H, R, D, rope="interleaved", positions=torch.arange(T, dtype=torch.int32)),
-    "padded": make(T, H, R, D, pad_heads_to=8),
-    "pages apart": replace(make(T, H, R, D), pool=paged_pool("fp8", 4, 4, R, D, gap=16)),
-    "query only": replace(make(T, H, R, D, rope="neox"), k_nope=None, k_rope=None, loc=None, pool=None),
-    "cache only": replace(make(T, H, R, D, rope="neox"), q_nope=None, q_rope=None),
-}
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_options_and_operands_name_the_variant(name: str) -> None:
     assert spec_of(VARIANTS[name]) == VARIANTS[name].spec
@@ -85,52 +68,17 @@ def test_shapes_of_no_kernel_have_no_spec() -> None:
         assert spec_of(make(T, *shape)) is None
 
 
-@dataclass
-class Supply:
-    """Stands for a client: hands out the test device's kernels and counts."""
-
-    gpu: Gpu
-    asked: int = 0
-    prepared: dict[tuple[object, ...], PreparedLaunch] = field(default_factory=dict)
-    fallbacks: list[str] = field(default_factory=list)
-
-    def serving_handle(self, spec: KernelSpec, device: int) -> KernelHandle:
-        assert device == self.gpu.device.index
-        self.asked += 1
-        return self.gpu.handle(spec)
-
-    def fall_back(self, reason: str, found: str, decision: object) -> None:
-        self.fallbacks.append(reason)
-
-
-CALLS = {
-    "packed": (make(T, H, R, D), True),
-    "sharded, scaled, reserved": (
-        make(4, H, R, D, loc=[0, 5, 6, 9], dcp_world=4, dcp_rank=1, reserved_slot=5, q_scale_inv=torch.tensor(3.0)),
-        True,
-    ),
-    "pitch of 8": (make(T, H, R, D, pitch=56), True),
-    "pitch of 1": (make(T, H, R, D, pitch=49), False),
-    "pool off 8 bytes": (replace(make(T, H, R, D), pool=Guarded((16, 48), (48, 1), offset=3)), False),
-    "last stride 2": (replace(make(T, H, R, D), q_nope=values(T, H, 2 * R)[..., ::2]), False),
-    "strided loc": (replace(make(T, H, R, D), loc=torch.arange(2 * T)[::2]), False),
-    "width of no kernel": (make(T, H, 20, D), False),
-    "empty": (make(0, H, R, D), True),
-    **{name: (call, True) for name, call in VARIANTS.items()},
-}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_prepare_gives_the_same_bytes_fused_or_not(gpu: Gpu, name: str) -> None:
     call, covered = CALLS[name]
     wanted = expected(call)
     positional, whole, options = given(call, gpu.device)
-    query = fused_prepare(*positional, **options, client=Supply(gpu))
+    query = fused_prepare(*positional, **options, client=DeviceClient(gpu))
     assert (query is not None) == covered
     if not covered:
         assert (whole == call.pool.poison).all()
-    query = prepare(*positional, **options, client=Supply(gpu))
+    query = prepare(*positional, **options, client=DeviceClient(gpu))
     assert (query is None) == (wanted.query is None)
     assert query is None or torch.equal(query.view(torch.uint8).cpu(), wanted.query)
     assert whole is None or torch.equal(whole.cpu(), wanted.pool)
@@ -185,7 +133,7 @@ def test_a_remembered_launch_gives_the_same_bytes(name: str, monkeypatch: pytest
         assert whole is None or torch.equal(whole, wanted.pool)
     assert supply.asked == (1 if covered else 0)
     assert len(supply.prepared) == (1 if covered else 0)
-    assert supply.fallbacks == ([] if covered else ["uncovered"] * 6)
+    assert supply.stats().fallbacks["uncovered"] == (0 if covered else 6)
 
 
 def test_options_that_are_none_are_named() -> None:
