@@ -21,7 +21,7 @@ inputs := $(shell cat pyproject.toml requirements.lock | sha256sum | cut -c1-16)
 runtime := $(VENV)/.runtime-$(inputs)
 develop := $(VENV)/.develop-$(inputs)
 
-.PHONY: help setup setup-dev demo test check kernel-check serve bench docs lock clean
+.PHONY: help setup setup-dev demo test check kernel-check serve bench docs templates lock clean
 
 help:
 	@sed -n '1,6s/^# \{0,1\}//p' Makefile
@@ -67,6 +67,10 @@ kernel-check: $(develop)
 
 bench: $(develop)
 	@$(bin)/python benchmarks/bench_prepare.py $(ARGS)
+
+# After a change to a template: a process that renders then need not parse it.
+templates: $(develop)
+	@$(bin)/python -m mlaprep.templates.precompile
 
 docs: $(develop)
 	@$(bin)/python docs/generate.py

@@ -4,10 +4,11 @@ Only integers, booleans and words of the spec's own vocabulary reach a template,
 is an error, so no caller's text is ever part of a source.
 """
 
+import contextlib
 import functools
 import hashlib
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -67,6 +68,10 @@ def render(spec: KernelSpec) -> KernelSource:
         TemplateError: a template has a mistake; its name and line are given.
     """
     context = _context(spec)
+    environment = _compiled_environment()
+    if environment is not None:
+        with contextlib.suppress(Exception):  # told below, where a template's own name and line are known
+            return KernelSource(spec, environment.get_template(_ROOT_TEMPLATE).render(context))
     try:
         text = _environment().get_template(_ROOT_TEMPLATE).render(context)
     except Exception as error:  # nothing but the templates is evaluated here, so the mistake is theirs
@@ -101,13 +106,14 @@ def templates_fingerprint() -> str:
 
 @functools.cache
 def _template_files() -> Mapping[str, str]:
+    """Every template's text by its file name."""
     return {path.name: path.read_text("utf-8") for path in Path(__file__).parent.glob("*.j2")}
 
 
-@functools.cache
-def _environment() -> jinja2.Environment:
+def new_environment(loader: jinja2.BaseLoader) -> jinja2.Environment:
+    """What the templates are written for, with templates from ``loader``."""
     return jinja2.Environment(
-        loader=jinja2.FunctionLoader(_load),
+        loader=loader,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -115,10 +121,38 @@ def _environment() -> jinja2.Environment:
     )
 
 
+@functools.cache
+def _environment() -> jinja2.Environment:
+    return new_environment(jinja2.FunctionLoader(_load))
+
+
 def _load(name: str) -> tuple[str, str, None] | None:
     # With a file name of its own each template shows in a traceback, with its line.
     text = _template_files().get(name)
     return None if text is None else (text, name, None)
+
+
+def _compiled_environment() -> jinja2.Environment | None:
+    """Templates that are Python already; None where they were made from others, or by another jinja2."""
+    from mlaprep.templates import compiled
+
+    return _environment_of_compiled() if compiled.FINGERPRINT == templates_fingerprint() else None
+
+
+@functools.cache
+def _environment_of_compiled() -> jinja2.Environment:
+    return new_environment(_CompiledLoader())
+
+
+class _CompiledLoader(jinja2.BaseLoader):
+    def load(
+        self, environment: jinja2.Environment, name: str, globals: MutableMapping[str, Any] | None = None
+    ) -> jinja2.Template:
+        from mlaprep.templates.compiled import TEMPLATES
+
+        return jinja2.Template.from_module_dict(
+            environment, TEMPLATES[name](environment), environment.make_globals(globals)
+        )
 
 
 def _template_error(error: Exception) -> TemplateError:

@@ -17,6 +17,7 @@ from mlaprep.templates import render as render_module
 from mlaprep.templates.arch import ARCHS, DEFAULT_ARCHS, Arch
 from mlaprep.templates.errors import SpecError, TemplateError
 from mlaprep.templates.presets import PRESETS, preset
+from mlaprep.templates.precompile import COMPILED, compiled_text
 from mlaprep.templates.render import check_target, render, templates_fingerprint
 from mlaprep.templates.signature import kernel_parameters
 from mlaprep.templates.spec import KernelSpec
@@ -219,8 +220,38 @@ def test_a_mistake_in_a_template_is_told_with_name_and_line(
     files[file] = "\n" * (line - 1) + f"{mistake}\n{files[file]}"
     monkeypatch.setattr(render_module, "_template_files", lambda: files)
     monkeypatch.setattr(render_module, "_environment", render_module._environment.__wrapped__)
+    monkeypatch.setattr(render_module, "templates_fingerprint", lambda: "0" * 64)
     with pytest.raises(TemplateError, match=re.escape(told)) as failure:
         render_module.render.__wrapped__(KernelSpec(num_heads=12))
     assert (failure.value.template, failure.value.line) == (file, line)
     assert f"{file}, line {line}" in str(failure.value)
     assert str(pickle.loads(pickle.dumps(failure.value))) == str(failure.value)
+
+
+def test_compiled_templates_are_those_that_are_there() -> None:
+    assert compiled_text() == COMPILED.read_text("utf-8"), "run `make templates`"
+
+
+def test_compiled_templates_render_what_the_templates_do() -> None:
+    parsed, compiled = render_module._environment(), render_module._compiled_environment()
+    assert compiled is not None
+    for spec in (
+        KernelSpec(num_heads=12),
+        KernelSpec(num_heads=5, pad_heads_to=8, rope="neox", dcp_world=2, reserved_slot=True, page_size=64),
+        KernelSpec(num_heads=1, layout="ds_mla", rope="interleaved", q_scale="token", q_nope_token_stride=512),
+        KernelSpec(num_heads=3, layout="same", dtype="fp16", write_q=False),
+    ):
+        context = render_module._context(spec)
+        texts = {env.get_template("mla_prepare.cu.j2").render(context) for env in (parsed, compiled)}
+        assert texts == {render(spec).text}
+
+
+def test_rendering_parses_no_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render_module, "_environment", lambda: pytest.fail("a template was parsed"))
+    assert render_module.render.__wrapped__(KernelSpec(num_heads=12)) == render(KernelSpec(num_heads=12))
+
+
+def test_templates_that_changed_since_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlaprep.templates.compiled.FINGERPRINT", "0" * 64)
+    assert render_module._compiled_environment() is None
+    assert render_module.render.__wrapped__(KernelSpec(num_heads=12)) == render(KernelSpec(num_heads=12))
