@@ -1,7 +1,9 @@
 """The templates as Python, written by mlaprep.templates.precompile: do not edit, run it."""
 
+from typing import Any
+
 FINGERPRINT = "1a6b484542ef83dddfae401d79b1ae64d222f9f7bb75d229b7c8137830eb0c4f"
-TEMPLATES = {}
+TEMPLATES: dict[str, Any] = {}
 
 
 def _convert_cuh_j2(environment):

@@ -17,8 +17,10 @@ COMPILED: Final = Path(__file__).with_name("compiled.py")
 _HEAD: Final = '''\
 """The templates as Python, written by mlaprep.templates.precompile: do not edit, run it."""
 
+from typing import Any
+
 FINGERPRINT = "{fingerprint}"
-TEMPLATES = {{}}
+TEMPLATES: dict[str, Any] = {{}}
 '''
 _PART: Final = """
 

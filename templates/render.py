@@ -136,7 +136,7 @@ def _compiled_environment() -> jinja2.Environment | None:
     """Templates that are Python already; None where they were made from others, or by another jinja2."""
     from mlaprep.templates import compiled
 
-    return _environment_of_compiled() if compiled.FINGERPRINT == templates_fingerprint() else None
+    return _environment_of_compiled() if templates_fingerprint() == compiled.FINGERPRINT else None
 
 
 @functools.cache

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from mlaprep.templates import render as render_module
 from mlaprep.templates.arch import ARCHS, DEFAULT_ARCHS, Arch
 from mlaprep.templates.errors import SpecError, TemplateError
-from mlaprep.templates.presets import PRESETS, preset
 from mlaprep.templates.precompile import COMPILED, compiled_text
+from mlaprep.templates.presets import PRESETS, preset
 from mlaprep.templates.render import check_target, render, templates_fingerprint
 from mlaprep.templates.signature import kernel_parameters
 from mlaprep.templates.spec import KernelSpec
