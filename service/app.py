@@ -16,7 +16,7 @@ from mlaprep.service.body import BodyLimit
 from mlaprep.service.compiler import Compiler
 from mlaprep.service.drain import Drain, DrainGate
 from mlaprep.service.edge import Edge
-from mlaprep.service.routes import artifacts, health, inspection, kernels, reference, variants, vocabulary
+from mlaprep.service.routes import artifacts, health, inspection, kernels, misses, reference, variants, vocabulary
 from mlaprep.service.schemas import ProblemReply
 from mlaprep.service.settings import Settings, read_settings
 from mlaprep.service.state import Service
@@ -27,6 +27,7 @@ _ROUTERS: Final = (
     artifacts.router,
     variants.router,
     vocabulary.router,
+    misses.router,
     health.router,
     reference.router,
 )

@@ -168,6 +168,11 @@ class Catalog:
         view = self._view()
         return view.describe(spec, view.archs(spec) | {arch for arch in archs if _runs(spec, arch)})
 
+    def states(self, targets: Iterable[Target]) -> list[State]:
+        """How far each of these kernels is, as :meth:`page` tells it."""
+        view = self._view()
+        return [view.state(target) for target in targets]
+
     def _view(self) -> _View:
         snapshot = self._snapshot
         if not snapshot.is_fresh(self._builder.compiles) and self._reading.acquire(blocking=not snapshot.ordered):

@@ -82,22 +82,23 @@ class ProblemError(Exception):
         if self.problems:
             document["problems"] = [
                 {"field": problem.field, "found": problem.found, "allowed": problem.allowed}
-                for problem in self.problems[:_MAX_FIELDS]
+                for problem in self.problems
             ]
         headers = {"cache-control": "no-store"} | self.headers
         return Response(json.dumps(document).encode(), self.status, headers, MEDIA_TYPE)
 
 
-def invalid_fields(problems: Sequence[FieldProblem], slug: str = "invalid-request") -> ProblemError:
-    """A 422 that lists every field at fault."""
+def invalid_fields(
+    problems: Sequence[FieldProblem], slug: str = "invalid-request", most: int = _MAX_FIELDS
+) -> ProblemError:
+    """A 422 that lists every field at fault, the first ``most`` of them."""
     title = {
         "invalid-request": "The request has values that are not allowed",
         "invalid-json": "The body is not JSON that can be accepted",
         "invalid-spec": "The kernel specification is not valid",
         "unknown-arch": "No such architecture to build for",
     }[slug]
-    shown = problems[:_MAX_FIELDS]
-    return ProblemError(422, slug, title, "; ".join(map(str, shown)), problems=shown)
+    return ProblemError(422, slug, title, "; ".join(map(str, problems[:_MAX_FIELDS])), problems=problems[:most])
 
 
 def problem_of(error: Exception) -> ProblemError:

@@ -3,12 +3,13 @@
 Routes write their JSON themselves, the tests hold it against these models.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from mlaprep.kernels_cache.key import SCHEMA
-from mlaprep.templates.arch import Arch
+from mlaprep.templates.arch import ARCHS, Arch
 from mlaprep.templates.render import ENTRY
 from mlaprep.templates.schema import spec_json_schema
 from mlaprep.templates.spec import KernelSpec
@@ -117,6 +118,34 @@ class VariantsReply(_Reply):
     variants: list[VariantReply]
     total: int = Field(description="variants from the cursor on", examples=[71])
     next_cursor: str | None = Field(description="cursor of the next page, if there is one", examples=[None])
+
+
+class MissReply(_Reply):
+    """A kernel that workers asked for and lacked."""
+
+    variant_id: str = Field(examples=[VARIANT_ID])
+    arch: str = Field(examples=[str(ARCH)])
+    models: list[str] = Field(description="presets of this shape", examples=[["kimi-k3"]])
+    state: Literal["built", "building", "failed", "missing"] = Field(description="by now")
+    count: int = Field(description="times it was lacking", examples=[8])
+    reasons: dict[str, int] = Field(description="the same by reason", examples=[{"compiled": 8}])
+    first_seen: str = Field(description="UTC", examples=["2026-01-31T12:00:00Z"])
+    last_seen: str = Field(description="UTC", examples=["2026-01-31T12:00:07Z"])
+
+
+class MissesReply(_Reply):
+    """One page of misses."""
+
+    misses: list[MissReply]
+    total: int = Field(description="misses from the cursor on", examples=[1])
+    next_cursor: str | None = Field(description="cursor of the next page, if there is one", examples=[None])
+
+
+class MissesRecordedReply(_Reply):
+    """What became of a report."""
+
+    recorded: int = Field(description="entries that were counted", examples=[1])
+    ignored: int = Field(description="entries for kernels not known yet, of which there were too many", examples=[0])
 
 
 class PresetVariantReply(_Reply):
@@ -250,3 +279,26 @@ def spec_body() -> dict[str, Any]:
         "description": "The variant in full, where a caller wants it checked against the path.",
         "content": {"application/json": {"schema": schema, "example": {"spec": {"num_heads": 12}}}},
     }
+
+
+def misses_body(reasons: Sequence[str], max_entries: int, max_count: int) -> dict[str, Any]:
+    """OpenAPI request body of a report of misses."""
+    entry = {
+        "type": "object",
+        "properties": {
+            "variant_id": {"type": "string", "maxLength": 400, "pattern": "^mla_prepare(-[a-z0-9]+)+$"},
+            "arch": {"type": "string", "enum": list(map(str, ARCHS))},
+            "count": {"type": "integer", "minimum": 1, "maximum": max_count, "default": 1},
+            "reason": {"type": "string", "enum": list(reasons), "default": reasons[0]},
+        },
+        "required": ["variant_id", "arch"],
+        "additionalProperties": False,
+    }
+    schema = {
+        "type": "object",
+        "properties": {"misses": {"type": "array", "items": entry, "minItems": 1, "maxItems": max_entries}},
+        "required": ["misses"],
+        "additionalProperties": False,
+    }
+    example = {"misses": [{"variant_id": VARIANT_ID, "arch": str(ARCH), "count": 1, "reason": reasons[0]}]}
+    return {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}

@@ -17,6 +17,7 @@ from mlaprep.kernels_cache.store import KernelStore, MemoryStore, TieredStore
 from mlaprep.service.builder import Builder, Built, Target
 from mlaprep.service.catalog import Catalog
 from mlaprep.service.compiler import Compiler
+from mlaprep.service.misses import Misses, folder_of
 from mlaprep.service.settings import Settings
 from mlaprep.service.toolchain import Toolchain, buildable_archs, conflicts
 from mlaprep.templates.arch import ARCHS, Arch
@@ -38,6 +39,7 @@ class Service:
     compiler: Compiler
     builder: Builder
     catalog: Catalog
+    misses: Misses
     warnings: tuple[str, ...]
     """What is wrong with the installation without keeping it from working."""
     owns_compiler: bool
@@ -66,7 +68,8 @@ class Service:
             queue_limit=settings.compile_queue,
         )
         warnings = (*conflicts(), *([cache_warning] if cache_warning else []))
-        return cls(settings, store, compiler, builder, Catalog(builder), warnings, owns_compiler)
+        misses = Misses(folder_of(store))
+        return cls(settings, store, compiler, builder, Catalog(builder), misses, warnings, owns_compiler)
 
     async def find(self, spec: KernelSpec, arch: Arch) -> Built | None:
         """The kernel if it is built."""
@@ -115,6 +118,7 @@ class Service:
 
     def close(self) -> None:
         """End what was assembled here; a compiler that was handed in is its giver's."""
+        self.misses.close()
         if self.owns_compiler:
             self.compiler.close()
         self.builder.close()

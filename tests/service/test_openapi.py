@@ -75,6 +75,7 @@ def without_lifespan(app: ASGIApp) -> ASGIApp:
         ("GET", f"/v1/variants/{KERNEL.rpartition('/')[2]}", 200, schemas.VariantReply),
         ("GET", "/v1/presets", 200, schemas.PresetsReply),
         ("GET", "/v1/archs", 200, schemas.ArchsReply),
+        ("GET", "/v1/misses", 200, schemas.MissesReply),
         ("GET", "/healthz", 200, schemas.HealthReply),
         ("GET", "/readyz", 200, schemas.ReadyReply),
         ("GET", "/v1/artifacts/0", 422, schemas.ProblemReply),
@@ -108,6 +109,8 @@ def test_the_document_and_the_page_have_every_call(client: Client, root: Path) -
         ("GET", "/v1/artifacts/{digest}"),
         ("GET", "/v1/presets"),
         ("GET", "/v1/archs"),
+        ("GET", "/v1/misses"),
+        ("POST", "/v1/misses"),
         ("GET", "/healthz"),
         ("GET", "/readyz"),
     }
@@ -132,7 +135,7 @@ def test_the_document_and_the_page_have_every_call(client: Client, root: Path) -
     "name",
     [
         "ManifestReply", "ResourcesReply", "VariantArchReply", "PresetReply", "ArchReply", "FieldProblemReply",
-        "ProblemReply",
+        "ProblemReply", "MissReply", "MissesRecordedReply",
         "HealthReply", "ReadyReply", "CompilerReply", "StoreReply", "CountersReply",
     ],
 )  # fmt: skip
