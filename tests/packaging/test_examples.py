@@ -22,3 +22,8 @@ def test_warm_cache_compiles_once(root: Path, tmp_path: Path) -> None:
     script = root / "examples" / "warm_cache.py"
     assert "20 kernels, 20 of them compiled now" in run(script, "kernels", "kimi-k3", cwd=tmp_path)
     assert "20 kernels, 0 of them compiled now" in run(script, "kernels", "kimi-k3", cwd=tmp_path)
+
+
+def test_torch_compile_makes_one_graph(root: Path, tmp_path: Path) -> None:
+    script = root / "examples" / "torch_compile.py"
+    assert "3 batch sizes on cpu, one graph" in run(script, cwd=tmp_path)
