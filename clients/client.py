@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
 from mlaprep.clients.errors import ArtifactRejected, DriverError, KernelNotReady, KernelUnavailable
+from mlaprep.clients.pins import Pins, pinned_keys
 from mlaprep.clients.rest import DEFAULT_TIMEOUT_S, RestTransport
 from mlaprep.clients.stats import ClientStats, FallbackReason, Tally, Tier, reason_of
 from mlaprep.clients.supply import KernelBuilder, KernelSupply, Obtained
@@ -15,6 +16,7 @@ from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.kernels_cache.opening import open_default_store
 from mlaprep.kernels_cache.store import KernelStore
+from mlaprep.kernels_cache.trust import TrustedKeys
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.environment import read_switch
 from mlaprep.templates.errors import FieldProblem, SpecError
@@ -53,10 +55,13 @@ class KernelClient:
             chain, or an error.
         offline: never open a socket; ``MLAPREP_OFFLINE=1`` by default.
         timeout: seconds that the service may take for one kernel, in all.
+        trusted_keys: public keys (``ed25519:…``) or files of them, of which one must have signed every kernel that
+            is not compiled in this process; those of ``MLAPREP_TRUSTED_KEYS`` by default. Unsigned kernels are taken
+            only where neither is given.
 
     Raises:
-        SpecError: an ``on_miss``, URL or token that cannot be used, or an ``MLAPREP_OFFLINE``, ``MLAPREP_DISABLE``
-            or ``MLAPREP_VERIFY`` that is no switch.
+        SpecError: an ``on_miss``, URL or token that cannot be used, an ``MLAPREP_OFFLINE``, ``MLAPREP_DISABLE`` or
+            ``MLAPREP_VERIFY`` that is no switch, or keys that are none, an empty list included.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class KernelClient:
         on_miss: OnMiss = "compile",
         offline: bool | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
+        trusted_keys: Pins = None,
     ) -> None:
         if on_miss not in get_args(OnMiss):
             raise SpecError(FieldProblem("on_miss", describe(on_miss), "one of " + ", ".join(get_args(OnMiss))))
@@ -78,10 +84,15 @@ class KernelClient:
             offline = offline_by_environment()
         if transport is None and url is not None:
             transport = RestTransport(url, token, timeout=timeout)
-        self._configure(on_miss, offline, transport, store)
+        self._configure(on_miss, offline, transport, store, pinned_keys(trusted_keys))
 
     def _configure(
-        self, on_miss: OnMiss, offline: bool, transport: RestTransport | None, store: KernelStore | None
+        self,
+        on_miss: OnMiss,
+        offline: bool,
+        transport: RestTransport | None,
+        store: KernelStore | None,
+        trusted_keys: TrustedKeys | None,
     ) -> None:
         self.on_miss = on_miss
         self.offline = offline
@@ -91,12 +102,14 @@ class KernelClient:
         self.tally = Tally()
         """What :meth:`stats` reports; ``prepare`` counts here too."""
         self._told: set[Hashable] = set()
+        self._trusted_keys = trusted_keys
         self._supply = KernelSupply(
             self._open_store,
             None if offline else transport,
             _open_builder if on_miss == "compile" else None,
             no_service="offline, so no service was asked" if offline else "no service is configured",
             tally=self.tally,
+            trusted_keys=trusted_keys,
         )
         self._serving: dict[tuple[KernelSpec, int], KernelHandle | None] = {}
         self._refusals: dict[tuple[KernelSpec, int], FallbackReason] = {}
@@ -270,7 +283,7 @@ class KernelClient:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = {"on_miss": self.on_miss, "offline": self.offline}
+        names = {"on_miss": self.on_miss, "offline": self.offline, "trusted_keys": self._trusted_keys}
         return names | {"transport": self._transport, "store": self._given_store}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:

@@ -12,11 +12,12 @@ from typing import Final, Protocol
 from mlaprep.clients.errors import ArtifactRejected, KernelUnavailable, MlaprepError, ServiceError
 from mlaprep.clients.rest import RestTransport
 from mlaprep.clients.stats import Tally, Tier
-from mlaprep.kernels_cache.artifact import KernelArtifact
+from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.errors import ArtifactError
 from mlaprep.kernels_cache.key import request_key
 from mlaprep.kernels_cache.origin import find_own, require_own
-from mlaprep.kernels_cache.store import KernelStore
+from mlaprep.kernels_cache.store import KernelStore, MemoryStore
+from mlaprep.kernels_cache.trust import UNTRUSTED, TrustedKeys
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.errors import SpecError
 from mlaprep.templates.render import check_target, render, templates_fingerprint
@@ -25,6 +26,8 @@ from mlaprep.templates.spec import KernelSpec
 MEMORY_ARTIFACTS: Final = 512
 LOCK_TIMEOUT_S: Final = 40.0
 """Seconds for which another process that brings the same kernel is waited for: a service's deadline and a compile."""
+
+_SIGNING_ADVICE: Final = "; pin the key that the service signs with (MLAPREP_TRUSTED_KEYS), or have it sign"
 
 _log: Final = logging.getLogger(__name__)
 
@@ -66,6 +69,8 @@ class KernelSupply:
         open_builder: opens what compiles here; None where a miss is not to be compiled.
         no_service: why ``transport`` is None, for error messages.
         tally: where to count; by default a tally of its own.
+        trusted_keys: a kernel that none of them signed is refused, from wherever it comes; all are taken where
+            this is None. What is compiled here is ours: it is used, and since nobody signed it, kept in memory only.
     """
 
     _lock: threading.Lock
@@ -82,12 +87,14 @@ class KernelSupply:
         *,
         no_service: str = "no service is configured",
         tally: Tally | None = None,
+        trusted_keys: TrustedKeys | None = None,
     ) -> None:
         self._open_store = open_store
         self._transport = transport
         self._open_builder = open_builder
         self._no_service = no_service
         self.tally = tally or Tally()
+        self._trusted_keys = trusted_keys
         self.forget()
 
     def forget(self) -> None:
@@ -163,14 +170,15 @@ class KernelSupply:
     def _walk(self, spec: KernelSpec, arch: Arch) -> Obtained:
         check_target(spec, arch)
         request = request_key(arch=str(arch), spec=spec.to_dict(), generator=templates_fingerprint())
-        if (artifact := self._from_store(request, spec, arch)) is not None:
+        refusals: list[ArtifactRejected] = []
+        if (artifact := self._from_store(request, spec, arch, refusals)) is not None:
             return self._count("disk", artifact, cached=True)
         with self.store.key_lock(request, LOCK_TIMEOUT_S):
             # Whoever held the lock before may have brought it.
-            if (artifact := self._from_store(request, spec, arch)) is not None:
+            if (artifact := self._from_store(request, spec, arch, refusals)) is not None:
                 return self._count("disk", artifact, cached=True)
-            attempts = ["not in the local store"]
-            cause: MlaprepError | None = None
+            cause: MlaprepError | None = refusals[-1] if refusals else None
+            attempts = ["not in the local store" if cause is None else str(cause)]
             try:
                 if (obtained := self._from_service(spec, arch, attempts)) is not None:
                     self._keep(request, obtained.artifact)
@@ -189,10 +197,11 @@ class KernelSupply:
                     attempts.append(str(error).partition("\n")[0])
                     cause = error
                 else:
-                    self.store.link(request, obtained.artifact.key)  # the builder found it where the link was lost
+                    if self._trusted_keys is None:
+                        self.store.link(request, obtained.artifact.key)  # found by the builder where the link was lost
                     return obtained
             # Reads every manifest, so only before giving up.
-            if (artifact := find_own(self.store, render(spec), str(arch))) is not None:
+            if (artifact := find_own(self.store, render(spec), str(arch), self._require_trusted)) is not None:
                 self.store.link(request, artifact.key)
                 return self._count("disk", artifact, cached=True)
         self.tally.add("unavailable")
@@ -206,7 +215,14 @@ class KernelSupply:
             attempts=attempts,
         ) from cause
 
-    def _from_store(self, request: str, spec: KernelSpec, arch: Arch) -> KernelArtifact | None:
+    def _require_trusted(self, manifest: Manifest) -> None:
+        if self._trusted_keys is not None:
+            self._trusted_keys.require(manifest)
+
+    def _from_store(
+        self, request: str, spec: KernelSpec, arch: Arch, refusals: list[ArtifactRejected]
+    ) -> KernelArtifact | None:
+        """The kernel that a link leads to; one that no pinned key vouches for is told in ``refusals``."""
         store = self.store
         key = store.resolve(request)
         artifact = None if key is None else store.get(key)
@@ -214,8 +230,11 @@ class KernelSupply:
             return None
         try:
             require_own(artifact, render(spec), str(arch), key=key)
+            self._require_trusted(artifact.manifest)
         except ArtifactError as error:
             # The link is a hint that anybody may have written; the entry is for something else.
+            if error.reason in UNTRUSTED:
+                refusals.append(ArtifactRejected(f"local store: {error}", reason=error.reason))
             _log.warning("local store: the entry for %s on %s was refused: %s", spec.variant_id, arch, error)
             self.tally.add("rejected")
             return None
@@ -227,6 +246,7 @@ class KernelSupply:
             return None
         try:
             reply = self._transport.fetch_reply(spec, arch)
+            self._require_trusted_reply(self._transport, reply.artifact.manifest)
         except ServiceError as error:
             _log.warning("kernel service: %s", error)
             attempts.append(str(error))
@@ -238,8 +258,16 @@ class KernelSupply:
             raise
         return self._count("service", reply.artifact, cached=reply.cached)
 
+    def _require_trusted_reply(self, transport: RestTransport, manifest: Manifest) -> None:
+        try:
+            self._require_trusted(manifest)
+        except ArtifactError as error:
+            told = f"{transport.url} sent a kernel that is not trusted: {error}{_SIGNING_ADVICE}"
+            raise ArtifactRejected(told, reason=error.reason) from error
+
     def _compile(self, spec: KernelSpec, arch: Arch, open_builder: Callable[[KernelStore], KernelBuilder]) -> Obtained:
-        store = self.store
+        # With keys pinned the builder must neither believe nor fill a store of unsigned kernels.
+        store = self.store if self._trusted_keys is None else MemoryStore()
         with self._lock:
             if self._builder is None:
                 self._builder = open_builder(store)
@@ -249,7 +277,8 @@ class KernelSupply:
             require_own(built.artifact, render(spec), str(arch))
         except ArtifactError as error:
             raise ArtifactRejected(f"compiled here: {error}", reason=error.reason) from error
-        return self._count("disk" if built.cached else "compiled", built.artifact, cached=built.cached)
+        kept: Tier = "disk" if self._trusted_keys is None else "memory"
+        return self._count(kept if built.cached else "compiled", built.artifact, cached=built.cached)
 
     def _keep(self, request: str, artifact: KernelArtifact) -> None:
         self.store.publish(artifact)

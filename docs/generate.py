@@ -23,12 +23,20 @@ def commands() -> Iterator[str]:
 
     from mlaprep.clients.cli import app
 
-    listed: dict[str, Any] = typer.main.get_command(app).commands
-    for name, command in sorted(listed.items()):
+    for name, command in named_commands(typer.main.get_command(app)):
         yield f"## {name}\n"
         yield inspect.cleandoc(command.help or "") + "\n"
         rows = [row(parameter) for parameter in command.params if parameter.name != "help"]
         yield "| argument or option | meaning |\n|---|---|\n" + "\n".join(rows) + "\n"
+
+
+def named_commands(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    """Every command by its whole name, those of groups included."""
+    for name, command in sorted(group.commands.items()):
+        if hasattr(command, "commands"):
+            yield from named_commands(command, f"{before}{name} ")
+        else:
+            yield before + name, command
 
 
 def row(parameter: Any) -> str:

@@ -77,6 +77,7 @@ class Manifest:
     created_at: str
     """UTC, RFC 3339, e.g. ``2026-01-31T12:00:00Z``."""
     signature: str | None = None
+    """Who vouches for all of the above; see :mod:`mlaprep.kernels_cache.signing`."""
 
     def __post_init__(self) -> None:
         if type(self.schema) is not int or self.schema != SCHEMA:
@@ -117,6 +118,16 @@ class Manifest:
     def to_json(self) -> str:
         """Canonical JSON text, one line, with a digest of itself so that a flipped bit shows."""
         return write_json(self._members() | {SEAL: self._seal()})
+
+    def unsigned_json(self) -> str:
+        """Canonical JSON of every member but the signature: what a signature covers."""
+        members = self._members()
+        del members["signature"]
+        return write_json(members)
+
+    def adds_signature_to(self, held: "Manifest") -> bool:
+        """Whether this one is signed, and otherwise than a manifest that a store holds for the same cubin."""
+        return self.signature is not None and self.signature != held.signature
 
     @classmethod
     def from_dict(cls, document: object) -> Self:

@@ -371,6 +371,8 @@ class DiskStore:
             self._counters.add("differing")
             _log.warning("kernel cache: a second, differing cubin for %s is not kept", artifact.key)
         else:
+            if artifact.manifest.adds_signature_to(held.manifest):
+                housekeeping.replace_manifest(root, artifact)
             self._note_blob(root, artifact)
         return True
 

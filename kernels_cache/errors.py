@@ -4,6 +4,8 @@
 
     CacheError
     ├── ArtifactError (also ValueError)  a kernel, cubin or manifest that is damaged or not what was asked
+    ├── BundleError                      an archive of kernels that must not be used; .member
+    ├── SigningError (also ValueError)   keys that cannot be used to sign or to check signatures
     └── StoreError                       a store that cannot be opened or a question it cannot answer
         └── AmbiguousKeyError            a key prefix that more than one entry shares
 
@@ -24,6 +26,21 @@ class ArtifactError(CacheError, ValueError):
     def __init__(self, reason: str, message: str) -> None:
         self.reason = reason
         super().__init__(message)
+
+
+class BundleError(CacheError):
+    """An archive of kernels that is damaged, or is none. ``member`` names the part at fault, "" for the whole."""
+
+    def __init__(self, message: str, *, member: str = "") -> None:
+        self.member = member
+        super().__init__(message)
+
+
+class SigningError(CacheError, ValueError):
+    """Keys that cannot be used: none where some are asked for, malformed, unreadable, or readable by others.
+
+    The message never repeats a key, nor what was given in place of one.
+    """
 
 
 class StoreError(CacheError):

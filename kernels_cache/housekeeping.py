@@ -2,12 +2,14 @@
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from mlaprep.kernels_cache.entries import measure
+from mlaprep.kernels_cache.artifact import KernelArtifact
+from mlaprep.kernels_cache.entries import MANIFEST, measure
 from mlaprep.kernels_cache.files import TEMPORARY, Folder, Identity, descend, new_name
 from mlaprep.kernels_cache.hints import BLOBS, LINKS, drop_hint, iterate_hints
 from mlaprep.kernels_cache.key import is_arch, is_digest
@@ -52,6 +54,17 @@ def usage(root: Folder) -> list[Usage]:
             used, size = measure(entry)
             found.append(Usage(used, arch, key, size))
     return sorted(found)
+
+
+def replace_manifest(root: Folder, artifact: KernelArtifact) -> None:
+    """Give the entry of a kernel this manifest; cubin and source stay, being the same. Raises OSError."""
+    text = artifact.manifest.to_json().encode()
+    with root.make(TEMPORARY) as temporary, staged(temporary) as (_, stage):
+        stage.write(MANIFEST, text)
+        with descend(root, artifact.manifest.arch, artifact.key[:2]) as shelf, shelf.open(artifact.key) as entry:
+            stage.move(MANIFEST, entry, MANIFEST)
+            entry.sync()
+            os.utime(shelf.descriptor)  # or an index that knows the shelf would not look at it again
 
 
 def evict(root: Folder, limit: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ reads a reply therefore compares it with the source it would compile itself.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
@@ -73,10 +73,13 @@ def require_own_call(manifest: Manifest, source: GeneratedSource) -> None:
         raise ArtifactError("launch", f"found other launch parameters than those of {source.spec.variant_id}")
 
 
-def find_own(store: KernelStore, source: GeneratedSource, arch: str) -> KernelArtifact | None:
+def find_own(
+    store: KernelStore, source: GeneratedSource, arch: str, check: Callable[[Manifest], None] | None = None
+) -> KernelArtifact | None:
     """The latest kernel of ``source`` for ``arch`` in a store, whichever compiler it came from.
 
-    Reads every manifest of the architecture: for where a link is lost.
+    Reads every manifest of the architecture: for where a link is lost. One for which ``check`` raises
+    ArtifactError is left out.
     """
     spec = canonical_json(source.spec.to_dict())
     alike = [manifest for manifest in store.list(arch) if canonical_json(manifest.spec) == spec]
@@ -86,6 +89,8 @@ def find_own(store: KernelStore, source: GeneratedSource, arch: str) -> KernelAr
             continue
         try:
             require_own(artifact, source, arch)
+            if check is not None:
+                check(artifact.manifest)
         except ArtifactError:
             continue
         return artifact

@@ -60,6 +60,9 @@ class KernelStore(Protocol):
     def publish(self, artifact: KernelArtifact) -> None:
         """Keep an artifact. A store that cannot write counts it and goes on.
 
+        What is held already stays. Only its manifest gives way, to one of the same cubin that is signed, and
+        otherwise: so a record gets its signature, and another one when keys are rotated.
+
         Raises:
             ArtifactError: the artifact itself does not verify.
         """
@@ -177,6 +180,8 @@ class MemoryStore:
                 self._make_room()
             elif held.digest != artifact.digest:
                 self._counters.add("differing")
+            elif artifact.manifest.adds_signature_to(held.manifest):
+                self._entries[artifact.key] = artifact
 
     def link(self, request: str, key: str) -> None:
         require_digests(request, key)

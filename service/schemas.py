@@ -52,7 +52,9 @@ class ManifestReply(_Reply):
     options: list[str] = Field(examples=[["-arch=sm_100a", "-std=c++17"]])
     compile_ms: float = Field(examples=[41.7])
     created_at: str = Field(description="UTC, RFC 3339", examples=["2026-01-31T12:00:00Z"])
-    signature: str | None = Field(examples=[None])
+    signature: str | None = Field(
+        description="ed25519:<key id>:<base64>; null where the service has no signing key", examples=[None]
+    )
 
 
 class KernelReply(_Reply):
@@ -244,6 +246,7 @@ class ReadyReply(_Reply):
     reasons: list[str] = Field(description="why it is not ready", examples=[[]])
     warnings: list[str] = Field(description="what is wrong without keeping it from working", examples=[[]])
     read_only: bool = Field(examples=[False])
+    signing_key: str | None = Field(description="id of the key that signs what is served", examples=[None])
     compiler: CompilerReply
     store: StoreReply
     counters: CountersReply

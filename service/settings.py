@@ -1,6 +1,7 @@
 """Settings of the service, from environment variables that start with ``MLAPREP_``."""
 
 import ipaddress
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Self
@@ -21,6 +22,7 @@ _ALLOWED: Final[Mapping[str, str]] = {
     "only: without either, whoever reaches this service could make the machine compile",
     "token": "up to 1024 printable ASCII characters without spaces",
     "cache_dir": "a directory",
+    "signing_key": "a file that `mlaprep keys generate` wrote, of mode 0600; unset the variable to sign nothing",
 }
 _NO_NUMBER: Final = ("int_parsing", "int_parsing_size", "int_type", "int_from_float", "float_parsing", "float_type")
 
@@ -80,6 +82,9 @@ class Settings(BaseSettings):
         default=30, ge=0, le=3600, description="seconds that running requests may take to finish after SIGTERM"
     )
     access_log: bool = Field(default=False, description="write one log line a request")
+    signing_key: Path | None = Field(
+        default=None, description="file of the private key that signs every manifest served; mode 0600, never empty"
+    )
 
     @field_validator("token", "cache_dir", mode="before")
     @classmethod
@@ -130,6 +135,9 @@ def read_settings(options: Mapping[str, Any] | None = None) -> Settings:
         SpecError: every setting at fault, by the name of its option or variable; no value is repeated.
     """
     given = dict(options or {})
+    # Empty counts as unset elsewhere. A service that was to sign must not start without its key.
+    if "signing_key" not in given and os.environ.get("MLAPREP_SIGNING_KEY") == "":
+        raise SpecError(FieldProblem("MLAPREP_SIGNING_KEY", "an empty string", _allowed("signing_key")))
     try:
         return Settings(**given)
     except ValidationError as error:

@@ -11,8 +11,12 @@ from anyio.to_thread import run_sync
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlaprep.kernels_cache.artifact import Manifest
+from mlaprep.kernels_cache.errors import SigningError
 from mlaprep.kernels_cache.key import canonical_json
+from mlaprep.kernels_cache.key_files import read_signing_key
 from mlaprep.kernels_cache.opening import open_store_or_memory
+from mlaprep.kernels_cache.signing import SigningKey
 from mlaprep.kernels_cache.store import KernelStore, MemoryStore, TieredStore
 from mlaprep.service.builder import Builder, Built, Target
 from mlaprep.service.catalog import Catalog
@@ -43,6 +47,7 @@ class Service:
     warnings: tuple[str, ...]
     """What is wrong with the installation without keeping it from working."""
     owns_compiler: bool
+    signing_key: SigningKey | None = None
     reading: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_READERS))
     """Bounds the threads of calls that look at the whole store, so that kernels are handed out meanwhile."""
 
@@ -50,7 +55,12 @@ class Service:
     def assemble(
         cls, settings: Settings, store: KernelStore | None = None, compiler: Compiler | None = None
     ) -> "Service":
-        """Everything from settings; opens the cache directory and starts no process."""
+        """Everything from settings; opens the cache directory and starts no process.
+
+        Raises:
+            SpecError: a signing key that cannot be used.
+        """
+        signing_key = _signing_key(settings)
         cache_warning = ""
         if store is None:
             store, cache_warning = open_store(settings)
@@ -69,7 +79,15 @@ class Service:
         )
         warnings = (*conflicts(), *([cache_warning] if cache_warning else []))
         misses = Misses(folder_of(store))
-        return cls(settings, store, compiler, builder, Catalog(builder), misses, warnings, owns_compiler)
+        return cls(settings, store, compiler, builder, Catalog(builder), misses, warnings, owns_compiler, signing_key)
+
+    def signed(self, manifest: Manifest) -> Manifest:
+        """A manifest as it is served: signed with the service's key, or as it is kept where it has none.
+
+        Signing here and not in the store lets replicas share a store under keys of their own, and has a new key
+        sign what was kept under the one before.
+        """
+        return manifest if self.signing_key is None else self.signing_key.sign(manifest)
 
     async def find(self, spec: KernelSpec, arch: Arch) -> Built | None:
         """The kernel if it is built."""
@@ -134,6 +152,16 @@ def open_store(settings: Settings) -> tuple[KernelStore, str]:
     if isinstance(store, MemoryStore | TieredStore) or settings.memory_max_bytes == 0:
         return store, warning
     return TieredStore([MemoryStore(settings.memory_max_bytes), store]), warning
+
+
+def _signing_key(settings: Settings) -> SigningKey | None:
+    if settings.signing_key is None:
+        return None
+    try:
+        return read_signing_key(settings.signing_key)
+    except SigningError as error:
+        allowed = "an Ed25519 key such as `mlaprep keys generate` writes, that only this user can read"
+        raise SpecError(FieldProblem("MLAPREP_SIGNING_KEY", str(error), allowed)) from None
 
 
 async def in_thread(call: Callable[[Unpack[Ts]], T], *args: *Ts, limiter: CapacityLimiter | None = None) -> T:

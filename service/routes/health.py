@@ -60,6 +60,7 @@ def _document(service: Service, draining: bool) -> dict[str, Any]:
         "reasons": reasons,
         "warnings": list(service.warnings),
         "read_only": service.settings.read_only,
+        "signing_key": None if service.signing_key is None else service.signing_key.public.key_id,
         "compiler": {
             "status": compiler.status,
             "nvrtc_version": compiler.version,

@@ -39,7 +39,7 @@ async def get_kernel(request: Request, arch: ArchPath, variant_id: VariantPath) 
     service = service_of(request)
     inline = read_query(request, _INLINE)["inline"]
     built = Built(await find_kernel(service, arch, variant_id), cached=True)
-    return json_response(_document(built, inline=inline))
+    return json_response(_document(service, built, inline=inline))
 
 
 @router.put(
@@ -69,7 +69,7 @@ async def put_kernel(request: Request, arch: ArchPath, variant_id: VariantPath) 
         built = artifact
     else:
         built = await service.build(spec, target)
-    return json_response(_document(built, inline=inline), 200 if built.cached else 201)
+    return json_response(_document(service, built, inline=inline), 200 if built.cached else 201)
 
 
 @router.get(
@@ -134,9 +134,9 @@ def _require_same_spec(body: Any, spec: KernelSpec) -> None:
         raise invalid_fields([FieldProblem("spec", "a spec of another variant", spec.variant_id)], "invalid-spec")
 
 
-def _document(built: Built, *, inline: bool) -> dict[str, Any]:
+def _document(service: Service, built: Built, *, inline: bool) -> dict[str, Any]:
     artifact = built.artifact
-    document: dict[str, Any] = {"manifest": artifact.manifest.to_dict(), "cached": built.cached}
+    document: dict[str, Any] = {"manifest": service.signed(artifact.manifest).to_dict(), "cached": built.cached}
     if inline:
         document["cubin_base64"] = base64.b64encode(artifact.cubin).decode()
         document["source"] = artifact.source
