@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mlaprep.clients.dispatch import fused_prepare, prepare
     from mlaprep.clients.errors import (
         ArtifactRejected,
+        DecisionChanged,
         DriverError,
         ForkedProcessError,
         KernelNotReady,
@@ -27,11 +28,14 @@ if TYPE_CHECKING:
         SpecError,
         VerificationFailed,
     )
+    from mlaprep.clients.explanation import Explanation, explain
     from mlaprep.clients.handle import KernelHandle
 
 __all__ = [
     "ArtifactRejected",
+    "DecisionChanged",
     "DriverError",
+    "Explanation",
     "ForkedProcessError",
     "KernelClient",
     "KernelHandle",
@@ -44,13 +48,16 @@ __all__ = [
     "ServiceUnreachable",
     "SpecError",
     "VerificationFailed",
+    "explain",
     "fused_prepare",
     "prepare",
 ]
 
 _HOMES: Final = {
+    "Explanation": "explanation",
     "KernelClient": "client",
     "KernelHandle": "handle",
+    "explain": "explanation",
     "fused_prepare": "dispatch",
     "prepare": "dispatch",
 }

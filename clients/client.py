@@ -6,7 +6,9 @@ import os
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
+from mlaprep.clients.decisions import Decisions
 from mlaprep.clients.errors import ArtifactRejected, DriverError, KernelNotReady, KernelUnavailable
+from mlaprep.clients.outlook import Outlook
 from mlaprep.clients.pins import Pins, pinned_keys
 from mlaprep.clients.rest import DEFAULT_TIMEOUT_S, RestTransport
 from mlaprep.clients.stats import ClientStats, FallbackReason, Tally, Tier, reason_of
@@ -114,6 +116,8 @@ class KernelClient:
         self._serving: dict[tuple[KernelSpec, int], KernelHandle | None] = {}
         self._refusals: dict[tuple[KernelSpec, int], FallbackReason] = {}
         self._handles: dict[tuple[KernelSpec, Arch], KernelHandle] = {}
+        self.decisions = Decisions()
+        """Paths that captured shapes took."""
         self.prepared: dict[tuple[object, ...], PreparedLaunch] = {}
         """Launches that ``prepare`` made through this client, by layout. A call that took the chain is not
         among them, since :meth:`load` may change its path."""
@@ -208,6 +212,28 @@ class KernelClient:
             self.tally.fall_back(self._refusals.get((spec, device), "no-kernel"))
         return handle
 
+    def outlook(self, spec: KernelSpec, device: int) -> Outlook:
+        """What :meth:`serving_handle` would answer, without fetching, compiling or loading anything."""
+        from mlaprep.clients.launch import cuda_driver
+
+        known = (spec, device) in self._serving
+        handle = self._serving.get((spec, device))
+        if handle is not None:
+            return Outlook(handle.arch, ready=True)
+        if known:
+            reason = f"there was none to be had ({self._refusals.get((spec, device), 'no-kernel')}); load it by hand"
+            return Outlook(None, reason=reason)
+        try:
+            capability = cuda_driver().capability(device)
+        except DriverError as error:
+            return Outlook(None, reason=str(error))
+        arch = Arch.for_device(capability)
+        if arch is None:
+            return Outlook(None, reason=f"none is built for compute capability {capability[0]}.{capability[1]}")
+        source = self._supply.nearest(spec, arch)
+        reason = f"memory and local store lack it, and on_miss={self.on_miss!r} leaves no other place"
+        return Outlook(arch, source=source, reason="" if source else reason)
+
     def fall_back(self, reason: FallbackReason, found: str, decision: Hashable = None) -> None:
         """Count a call that goes without its kernel, and log it the first time that ``decision`` is met.
 
@@ -250,6 +276,17 @@ class KernelClient:
             "loaded %s for %s on device %d from %s in %.1f ms", handle.spec.variant_id, handle.arch, device, tier, ms
         )
 
+    def is_capturing(self, device: "torch.device") -> bool:
+        """Whether torch's current stream of that device is being captured into a graph."""
+        return device.type == "cuda" and _is_capturing(device.index or 0)
+
+    def forget_graph(self, key: Hashable = None) -> None:
+        """Forget which path was recorded under a graph key, ahead of capturing that graph anew on purpose.
+
+        Without a key, forget what captures without one have recorded.
+        """
+        self.decisions.forget(key)
+
     @property
     def store(self) -> KernelStore:
         """Where kernels are kept on this machine."""
@@ -275,6 +312,7 @@ class KernelClient:
         self._refusals = {}
         self._handles = {}
         self.prepared = {}
+        self.decisions = Decisions()
 
     def __enter__(self) -> Self:
         return self

@@ -7,9 +7,11 @@ options alone, never on values.
 
 import functools
 import threading
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Unpack, cast, overload
 
 from mlaprep.clients.coverage import coverage
+from mlaprep.clients.decisions import Decision, check_graph_key
 from mlaprep.clients.errors import VerificationFailed
 from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
 from mlaprep.clients.options import PrepareOptions, SharedOptions
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from mlaprep.clients.client import KernelClient
     from mlaprep.clients.handle import KernelHandle
+    from mlaprep.clients.stats import FallbackReason
 
 
 @overload
@@ -38,6 +41,7 @@ def fused_prepare(
     loc: "Tensor | None",
     *,
     client: "KernelClient | None" = None,
+    graph_key: Hashable = None,
     **options: Unpack[PrepareOptions],
 ) -> "Tensor | None": ...
 
@@ -55,11 +59,14 @@ def fused_prepare(
     dcp_rank: int = 0,
     *,
     client: "KernelClient | None" = None,
+    graph_key: Hashable = None,
     **options: Unpack[SharedOptions],
 ) -> "Tensor | None": ...
 
 
-def fused_prepare(*tensors: Any, client: "KernelClient | None" = None, **options: Any) -> "Tensor | None":
+def fused_prepare(
+    *tensors: Any, client: "KernelClient | None" = None, graph_key: Hashable = None, **options: Any
+) -> "Tensor | None":
     """Prepare T tokens in one launch, or answer None and touch nothing.
 
     Tensors as for :meth:`KernelHandle.__call__`, options as :class:`PrepareOptions` lists them. The order and
@@ -75,53 +82,30 @@ def fused_prepare(*tensors: Any, client: "KernelClient | None" = None, **options
     Raises:
         TypeError, ValueError: arguments that nothing could take; the argument is named.
         KernelNotReady: the kernel is not loaded on the device and its stream is being captured.
+        DecisionChanged: the shape was recorded, under ``graph_key`` or by an earlier capture, and would now
+            take the other path.
         VerificationFailed: ``MLAPREP_VERIFY`` is on, and a byte differs from the unfused chain's.
     """
-    if client is None:
-        client = default_client()
-    elif not callable(getattr(client, "serving_handle", None)):
-        raise TypeError(f"client is a {type(client).__name__}; give a KernelClient, or none for the default one")
-    if len(tensors) != len(OWN) or not options.keys() <= _KNOWN or slots_come_second(tensors):
-        tensors, options = canonical(tensors, options, _KNOWN)
-    q_nope, q_rope, k_nope, k_rope, kv_cache, loc = tensors
-    # Operands of a side that is left out are not looked at.
-    if options.get("write_kv") is False:
-        k_nope = k_rope = kv_cache = loc = None
-    if options.get("write_q") is False:
-        q_nope = q_rope = None
-    named = {name: options.get(name) for name in _TENSOR_OPTIONS}
-    tensors = (q_nope, q_rope, k_nope, k_rope, kv_cache, loc, *named.values())
+    client = usable_client(client)
+    if len(tensors) != len(OWN) or not options.keys() <= KNOWN or slots_come_second(tensors):
+        tensors, options = canonical(tensors, options, KNOWN)
+    if graph_key is not None:
+        check_graph_key(graph_key)
+    tensors = call_tensors(tensors, options)
     layout = layout_key(tensors)
-    key = (layout, option_key(*[options.get(name) for name in _OPTIONS]))
-    plan = recall(client.prepared, key)
+    key = (layout, option_values(options))
+    plan = recall(client.prepared, key) if graph_key is None else None
     if plan is None or not plan.of_this_process():
-        operands = check_operands(
-            *tensors[:6],
-            **named,
-            layout=options.get("layout", "fp8"),
-            query_dtype=options.get("query_dtype"),
-            tile_scale=options.get("tile_scale"),
-            rope=options.get("rope", "none"),
-            pad_heads_to=options.get("pad_heads_to"),
-            write_kv=options.get("write_kv", True),
-            write_q=options.get("write_q", True),
-        )
-        rank, reserved_slot = options.get("dcp_rank", 0), options.get("reserved_slot")
-        world, interleave = options.get("dcp_world", 1), options.get("dcp_interleave", 1)
-        check_slot_rules(reserved_slot, world, rank, interleave, operands.page)
-        if client.switches.disable:
-            client.fall_back("disabled", "MLAPREP_DISABLE is on")
-            return None
-        if operands.device.type != _DEVICE_TYPE:
-            client.fall_back("cpu", f"the tensors are on {operands.device.type}", operands.device.type)
-            return None
-        spec = covering_spec(operands, cast(PrepareOptions, options))
-        if spec is None:
-            client.fall_back("uncovered", *_uncovered(operands))
-            return None
-        handle = client.serving_handle(spec, operands.device.index or 0)
+        operands = checked(tensors, options)
+        handle, decision = _decide(client, operands, options)
+        captured = graph_key is None and layout is not None and client.is_capturing(operands.device)
+        if captured:
+            client.decisions.settle(None, key, decision)
+        elif graph_key is not None:
+            client.decisions.settle(graph_key, graph_shape(operands, options), decision)
         if handle is None:
             return None
+        rank, reserved_slot = options.get("dcp_rank", 0), options.get("reserved_slot")
         plan = handle.plan(operands, rank, reserved_slot)
         if layout is None:
             tensors = tuple(getattr(operands, name) for name in TENSORS)
@@ -136,7 +120,10 @@ def fused_prepare(*tensors: Any, client: "KernelClient | None" = None, **options
                 return plan.nothing() if result is None else result
             client.tally.add("unverified")
         elif layout is not None:
-            remember(client.prepared, key, plan)
+            recorded = client.decisions.find(None, key)
+            # Where a capture took the chain nothing is remembered, so that the next capture is held to that.
+            if recorded is None or recorded.fused:
+                remember(client.prepared, key, plan)
     result = plan.run(tensors)
     return plan.nothing() if result is None else result
 
@@ -151,6 +138,7 @@ def prepare(
     loc: "Tensor | None",
     *,
     client: "KernelClient | None" = None,
+    graph_key: Hashable = None,
     **options: Unpack[PrepareOptions],
 ) -> "Tensor | None": ...
 
@@ -168,11 +156,14 @@ def prepare(
     dcp_rank: int = 0,
     *,
     client: "KernelClient | None" = None,
+    graph_key: Hashable = None,
     **options: Unpack[SharedOptions],
 ) -> "Tensor | None": ...
 
 
-def prepare(*tensors: Any, client: "KernelClient | None" = None, **options: Any) -> "Tensor | None":
+def prepare(
+    *tensors: Any, client: "KernelClient | None" = None, graph_key: Hashable = None, **options: Any
+) -> "Tensor | None":
     """Prepare T tokens: one launch where a kernel covers the call, else the unfused chain.
 
     The bytes are the same either way. Arguments as for :func:`fused_prepare`.
@@ -184,17 +175,104 @@ def prepare(*tensors: Any, client: "KernelClient | None" = None, **options: Any)
         TypeError, ValueError: arguments that nothing could take; the argument is named.
         KernelNotReady: the kernel is not loaded on the device and its stream is being captured.
     """
-    query: Tensor | None = fused_prepare(*tensors, client=client, **options)
+    query: Tensor | None = fused_prepare(*tensors, client=client, graph_key=graph_key, **options)
     if query is None:
-        tensors, options = canonical(tensors, options, _KNOWN)
+        tensors, options = canonical(tensors, options, KNOWN)
         return prepare_chain(*tensors, **options)
     return query if options.get("write_q", True) else None
 
 
-def covering_spec(operands: Operands, options: PrepareOptions) -> KernelSpec | None:
-    """The spec of the kernel that takes these operands, every input stride dynamic; None if there is none.
+def usable_client(client: "KernelClient | None") -> "KernelClient":
+    """The client to ask: the one given, or the process's own. Raises TypeError for what is none."""
+    if client is None:
+        return default_client()
+    if not callable(getattr(client, "serving_handle", None)):
+        raise TypeError(f"client is a {type(client).__name__}; give a KernelClient, or none for the default one")
+    return client
 
-    The widest accesses that widths, strides and addresses allow are chosen.
+
+def call_tensors(tensors: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A call's tensors in the order of :data:`TENSORS`; operands of a side that is left out are not looked at."""
+    q_nope, q_rope, k_nope, k_rope, kv_cache, loc = tensors
+    if options.get("write_kv") is False:
+        k_nope = k_rope = kv_cache = loc = None
+    if options.get("write_q") is False:
+        q_nope = q_rope = None
+    return (q_nope, q_rope, k_nope, k_rope, kv_cache, loc, *[options.get(name) for name in _TENSOR_OPTIONS])
+
+
+def option_values(options: Mapping[str, Any]) -> tuple[object, ...]:
+    """The options of a call that are no tensors, as part of a key."""
+    return option_key(*[options.get(name) for name in _OPTIONS])
+
+
+def checked(tensors: Sequence[Any], options: Mapping[str, Any]) -> Operands:
+    """A call's operands, its tensors in the order of :data:`TENSORS`.
+
+    Raises:
+        TypeError, ValueError: arguments that nothing could take; the argument is named.
+    """
+    operands = check_operands(
+        *tensors[:6],
+        **dict(zip(_TENSOR_OPTIONS, tensors[6:], strict=True)),
+        layout=options.get("layout", "fp8"),
+        query_dtype=options.get("query_dtype"),
+        tile_scale=options.get("tile_scale"),
+        rope=options.get("rope", "none"),
+        pad_heads_to=options.get("pad_heads_to"),
+        write_kv=options.get("write_kv", True),
+        write_q=options.get("write_q", True),
+    )
+    world, interleave = options.get("dcp_world", 1), options.get("dcp_interleave", 1)
+    check_slot_rules(options.get("reserved_slot"), world, options.get("dcp_rank", 0), interleave, operands.page)
+    return operands
+
+
+def graph_shape(operands: Operands, options: Mapping[str, Any]) -> Hashable:
+    """What a graph key stands for: numbers and options of a call, not where its operands lie in memory."""
+    numbers = operands.tokens, operands.heads, operands.rank, operands.rope_dim, operands.dtype, operands.device
+    return numbers, tuple(getattr(operands, name) is not None for name in TENSORS), option_values(options)
+
+
+def wanted_spec(
+    client: "KernelClient", operands: Operands, options: Mapping[str, Any]
+) -> "tuple[KernelSpec | None, FallbackReason | None, str]":
+    """The kernel that these operands ask for; or None, the reason and what was found, in words."""
+    if client.switches.disable:
+        return None, "disabled", "MLAPREP_DISABLE is on"
+    if operands.device.type != _DEVICE_TYPE:
+        return None, "cpu", f"the tensors are on {operands.device.type}"
+    spec, found = covering(operands, cast(PrepareOptions, options))
+    return spec, "uncovered" if spec is None else None, found
+
+
+def _decide(
+    client: "KernelClient", operands: Operands, options: Mapping[str, Any]
+) -> "tuple[KernelHandle | None, Decision]":
+    """The kernel to launch, or None; and that in words. Counts a call that goes without."""
+    spec, reason, found = wanted_spec(client, operands, options)
+    if reason == "uncovered":
+        client.fall_back(reason, *_uncovered(operands, found))
+    elif reason is not None:
+        client.fall_back(reason, found, operands.device.type)
+    if spec is None:
+        return None, Decision(False, found)
+    handle = client.serving_handle(spec, operands.device.index or 0)
+    if handle is None:
+        return None, Decision(False, f"there was no kernel {spec.variant_id} to be had")
+    return handle, Decision(True, spec.variant_id)
+
+
+def covering_spec(operands: Operands, options: PrepareOptions) -> KernelSpec | None:
+    """The spec of the kernel that takes these operands; None if there is none."""
+    return covering(operands, options)[0]
+
+
+def covering(operands: Operands, options: PrepareOptions) -> tuple[KernelSpec | None, str]:
+    """The spec of the kernel that takes these operands, every input stride dynamic; or None and the reason.
+
+    The widest accesses that widths, strides and addresses allow are chosen; the reason is the one that keeps
+    the narrowest from it.
     """
     reserved_slot = options.get("reserved_slot")
     # Slot rules say nothing where no cache is written.
@@ -227,18 +305,24 @@ def covering_spec(operands: Operands, options: PrepareOptions) -> KernelSpec | N
         ("out_token_stride", None if out is None or out.is_contiguous() else "dynamic"),
         ("out_head_stride", None if out is None or out.is_contiguous() else "dynamic"),
     )
+    unmade = unmet = ""
     for elements in _ELEMENTS_PER_THREAD:
         spec = _spec((*fields, ("elements_per_thread", elements)))
-        if spec is not None and coverage(spec, _DEVICE_TYPE, operands, reserved_slot):
-            return spec
-    return None
+        if isinstance(spec, str):
+            unmade = spec
+            continue
+        covered = coverage(spec, _DEVICE_TYPE, operands, reserved_slot)
+        if covered.reason is None:
+            return spec, ""
+        unmet = covered.reason
+    return None, unmet or unmade
 
 
-def _uncovered(operands: Operands) -> tuple[str, tuple[object, ...]]:
+def _uncovered(operands: Operands, reason: str) -> tuple[str, tuple[object, ...]]:
     """A layout that no kernel takes, in words, and what tells it from others of another shape."""
     decision = (operands.heads, operands.rank, operands.rope_dim, str(operands.dtype), operands.layout.name)
     shape = "{} heads of {} + {} {}, layout {}".format(*decision)
-    return f"no kernel takes this call ({shape}): its widths, strides or alignment", decision
+    return f"no kernel takes this call ({shape}): {reason}", decision
 
 
 def default_client() -> "KernelClient":
@@ -281,11 +365,13 @@ def load_variant(variant_id: str, arch: str) -> "KernelHandle":
 
 
 @functools.lru_cache(maxsize=4096)
-def _spec(fields: tuple[tuple[str, object], ...]) -> KernelSpec | None:
+def _spec(fields: tuple[tuple[str, object], ...]) -> KernelSpec | str:
+    """The spec of these fields, or what is wrong with them."""
     try:
         return KernelSpec.from_dict(dict(fields))
-    except SpecError:
-        return None
+    except SpecError as error:
+        # The width of accesses is no wish of the caller's, so it is told last.
+        return str(min(error.problems, key=lambda problem: problem.field == "elements_per_thread"))
 
 
 def _index_dtype(indices: "Tensor | None") -> str:
@@ -296,5 +382,5 @@ _DTYPE: Final = {"bfloat16": "bf16", "float16": "fp16"}
 _ELEMENTS_PER_THREAD: Final = (16, 8, 4, 2)
 _TENSOR_OPTIONS: Final = ("positions", "cos_sin_cache", "q_scale_inv", "kv_scale_inv", "out")
 _OPTIONS: Final = tuple(name for name in PrepareOptions.__annotations__ if name not in _TENSOR_OPTIONS)
-_KNOWN: Final = frozenset(PrepareOptions.__annotations__)
+KNOWN: Final = frozenset(PrepareOptions.__annotations__)
 _DEVICE_TYPE: Final = "cuda"

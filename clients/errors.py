@@ -14,6 +14,7 @@
     ├── NotCovered                         tensors that a handle's kernel does not cover
     ├── DriverError                        a CUDA driver call failed; .code
     ├── ForkedProcessError                 a handle used in a child of the process that made it
+    ├── DecisionChanged                    a captured shape that would now take the other path; .recorded, .found
     ├── VerificationFailed                 a launch whose bytes are not the chain's; .variant_id, .arch, .digest
     └── CompilerUnavailable, CompileFailed, ...   from mlaprep.service.errors, where a client compiles itself
 
@@ -27,6 +28,7 @@ from mlaprep.templates.errors import FieldProblem, MlaprepError, SpecError
 
 __all__ = [
     "ArtifactRejected",
+    "DecisionChanged",
     "DriverError",
     "FieldProblem",
     "ForkedProcessError",
@@ -121,6 +123,18 @@ class DriverError(MlaprepError):
 
 class ForkedProcessError(MlaprepError):
     """A handle was used in a forked child; CUDA state does not survive a fork. Load it anew, or spawn."""
+
+
+class DecisionChanged(MlaprepError):
+    """A call whose shape was recorded with one path, launch or chain, would now take the other.
+
+    ``recorded`` and ``found`` are the two in words. Nothing was launched or written.
+    """
+
+    def __init__(self, message: str, *, recorded: str = "", found: str = "") -> None:
+        self.recorded = recorded
+        self.found = found
+        super().__init__(message)
 
 
 class VerificationFailed(MlaprepError):

@@ -135,6 +135,21 @@ class KernelSupply:
             with contextlib.suppress(CancelledError):  # the leader was interrupted: ask again
                 return self._count("memory", flight.result().artifact, cached=True)
 
+    def nearest(self, spec: KernelSpec, arch: Arch) -> Tier | None:
+        """The first place that has the kernel, or that would be asked for it next; None where all there are lack it.
+
+        Looks at memory and at the local store's links, reads no kernel and asks nobody.
+        """
+        with self._lock:
+            if (spec, arch) in self._memory:
+                return "memory"
+        request = request_key(arch=str(arch), spec=spec.to_dict(), generator=templates_fingerprint())
+        if self.store.resolve(request) is not None:
+            return "disk"
+        if self._transport is not None:
+            return "service"
+        return "compiled" if self._open_builder is not None else None
+
     def close(self) -> None:
         """End connections and compile processes."""
         with self._lock:

@@ -10,7 +10,9 @@ import mlaprep.clients
 
 EXPORTS = [
     "ArtifactRejected",
+    "DecisionChanged",
     "DriverError",
+    "Explanation",
     "ForkedProcessError",
     "KernelClient",
     "KernelHandle",
@@ -23,6 +25,7 @@ EXPORTS = [
     "ServiceUnreachable",
     "SpecError",
     "VerificationFailed",
+    "explain",
     "fused_prepare",
     "prepare",
 ]
