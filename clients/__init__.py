@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from mlaprep.clients.explanation import Explanation, explain
     from mlaprep.clients.handle import KernelHandle
+    from mlaprep.clients.readiness import ReadinessReport
 
 __all__ = [
     "ArtifactRejected",
@@ -43,6 +44,7 @@ __all__ = [
     "KernelUnavailable",
     "MlaprepError",
     "NotCovered",
+    "ReadinessReport",
     "ServiceError",
     "ServiceRefused",
     "ServiceUnreachable",
@@ -57,6 +59,7 @@ _HOMES: Final = {
     "Explanation": "explanation",
     "KernelClient": "client",
     "KernelHandle": "handle",
+    "ReadinessReport": "readiness",
     "explain": "explanation",
     "fused_prepare": "dispatch",
     "prepare": "dispatch",

@@ -3,11 +3,12 @@
 import functools
 import logging
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
 from mlaprep.clients.decisions import Decisions
 from mlaprep.clients.errors import ArtifactRejected, DriverError, KernelNotReady, KernelUnavailable
+from mlaprep.clients.named import as_arch, as_named, as_spec
 from mlaprep.clients.outlook import Outlook
 from mlaprep.clients.pins import Pins, pinned_keys
 from mlaprep.clients.rest import DEFAULT_TIMEOUT_S, RestTransport
@@ -23,7 +24,7 @@ from mlaprep.templates.arch import Arch
 from mlaprep.templates.environment import read_switch
 from mlaprep.templates.errors import FieldProblem, SpecError
 from mlaprep.templates.fields import describe
-from mlaprep.templates.spec import KernelSpec, parse_variant_id
+from mlaprep.templates.spec import KernelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +32,11 @@ if TYPE_CHECKING:
     from mlaprep.clients.handle import KernelHandle
     from mlaprep.clients.launch import KernelDriver
     from mlaprep.clients.prepared import PreparedLaunch
+    from mlaprep.clients.readiness import Progress, ReadinessReport
+    from mlaprep.clients.wanted import Wanted
 
 OnMiss = Literal["compile", "fallback", "error"]
+OnColdCapture = Literal["error", "chain"]
 
 _MAX_TOLD: Final = 256
 """Fallback decisions that are logged; a process with more of them logs no others."""
@@ -55,6 +59,9 @@ class KernelClient:
         on_miss: what follows when memory, store and service have no kernel. ``"compile"`` builds it here;
             ``"fallback"`` and ``"error"`` raise, and differ in what ``prepare`` makes of that: the unfused
             chain, or an error.
+        on_cold_capture: what ``prepare`` makes of a kernel that is not loaded while the device's stream is being
+            captured: ``"error"`` raises KernelNotReady; ``"chain"`` records the unfused chain in the graph.
+            Either way the capture stays valid.
         offline: never open a socket; ``MLAPREP_OFFLINE=1`` by default.
         timeout: seconds that the service may take for one kernel, in all.
         trusted_keys: public keys (``ed25519:…``) or files of them, of which one must have signed every kernel that
@@ -62,8 +69,9 @@ class KernelClient:
             only where neither is given.
 
     Raises:
-        SpecError: an ``on_miss``, URL or token that cannot be used, an ``MLAPREP_OFFLINE``, ``MLAPREP_DISABLE`` or
-            ``MLAPREP_VERIFY`` that is no switch, or keys that are none, an empty list included.
+        SpecError: an ``on_miss``, ``on_cold_capture``, URL or token that cannot be used, an ``MLAPREP_OFFLINE``,
+            ``MLAPREP_DISABLE`` or ``MLAPREP_VERIFY`` that is no switch, or keys that are none, an empty list
+            included.
     """
 
     def __init__(
@@ -77,16 +85,21 @@ class KernelClient:
         offline: bool | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         trusted_keys: Pins = None,
+        on_cold_capture: OnColdCapture = "error",
     ) -> None:
-        if on_miss not in get_args(OnMiss):
-            raise SpecError(FieldProblem("on_miss", describe(on_miss), "one of " + ", ".join(get_args(OnMiss))))
+        for name, value, words in (
+            ("on_miss", on_miss, get_args(OnMiss)),
+            ("on_cold_capture", on_cold_capture, get_args(OnColdCapture)),
+        ):
+            if value not in words:
+                raise SpecError(FieldProblem(name, describe(value), "one of " + ", ".join(words)))
         url = url or os.environ.get("MLAPREP_URL") or None
         token = token or os.environ.get("MLAPREP_TOKEN") or None
         if offline is None:
             offline = offline_by_environment()
         if transport is None and url is not None:
             transport = RestTransport(url, token, timeout=timeout)
-        self._configure(on_miss, offline, transport, store, pinned_keys(trusted_keys))
+        self._configure(on_miss, offline, transport, store, pinned_keys(trusted_keys), on_cold_capture)
 
     def _configure(
         self,
@@ -95,8 +108,10 @@ class KernelClient:
         transport: RestTransport | None,
         store: KernelStore | None,
         trusted_keys: TrustedKeys | None,
+        on_cold_capture: OnColdCapture,
     ) -> None:
         self.on_miss = on_miss
+        self.on_cold_capture = on_cold_capture
         self.offline = offline
         self.switches = Switches.from_environment()
         self._transport = transport
@@ -140,7 +155,7 @@ class KernelClient:
                 failed, that error is the cause.
             ArtifactRejected: the service sent something else, and nothing was to be built here.
         """
-        return self._supply.obtain(_as_named(spec), as_arch(arch))
+        return self._supply.obtain(as_named(spec), as_arch(arch))
 
     def load(
         self,
@@ -173,7 +188,7 @@ class KernelClient:
 
         wanted = as_spec(spec, fields)
         if device is None and arch is not None:
-            return self._handle(wanted, as_arch(arch), None)
+            return self._handle(self.obtain(wanted, arch), None)
         driver = cuda_driver()
         ordinal = device_ordinal(device)
         own = Arch.for_device(driver.capability(ordinal))
@@ -185,14 +200,71 @@ class KernelClient:
                 variant_id=wanted.variant_id,
             )
         if target != own:
-            return self._handle(wanted, target, driver).load(ordinal)
-        handle = self._serving.get((wanted, ordinal))
-        if handle is None:
-            # Threads that come first together get one handle, and a handle loads its module once a device.
-            made = self._handle(wanted, target, driver)
-            handle = self._handles.setdefault((wanted, target), made).load(ordinal)
-            self._serving[wanted, ordinal] = handle
-        return handle
+            return self._handle(self.obtain(wanted, target), driver).load(ordinal)
+        return self.bring(wanted, target, ordinal)[0]
+
+    def bring(self, spec: KernelSpec, arch: Arch, device: int) -> "tuple[KernelHandle, Tier | Literal['loaded']]":
+        """A kernel loaded on a device of its architecture, and the place that had it. Raises as :meth:`load` does."""
+        from mlaprep.clients.launch import cuda_driver
+
+        handle = self._serving.get((spec, device))
+        if handle is not None:
+            return handle, "loaded"
+        # Threads that come first together get one handle, and a handle loads its module once a device.
+        obtained = self.obtain(spec, arch)
+        handle = self._handles.get((spec, arch)) or self._handle(obtained, cuda_driver())
+        handle = self._handles.setdefault((spec, arch), handle).load(device)
+        self._serving[spec, device] = handle
+        return handle, obtained.tier
+
+    def is_loaded(self, spec: KernelSpec, device: int) -> bool:
+        """Whether :meth:`serving_handle` has the kernel at hand."""
+        return self._serving.get((spec, device)) is not None
+
+    def ensure_ready(
+        self,
+        what: "Wanted | Iterable[Wanted] | None" = None,
+        *,
+        tp: "int | Iterable[int] | None" = None,
+        devices: "int | torch.device | Sequence[int | torch.device] | Literal['all'] | None" = None,
+        arch: Arch | str | None = None,
+        progress: "Progress | None" = None,
+        strict: bool = False,
+        **fields: Any,
+    ) -> "ReadinessReport":
+        """Fetch and load every kernel of a worker before it serves or captures a graph, several at once.
+
+        Idempotent: what is loaded already costs microseconds, what could not be had is tried again. Each
+        kernel takes no longer than :meth:`obtain` says.
+
+        Args:
+            what: a preset's name; a variant id; a spec; a mapping (``{"preset": "kimi-k3", "tp": 8}``, or spec
+                fields); or any number of these. None for ``fields`` alone.
+            tp: the tensor-parallel degree of presets; a list for several.
+            devices: CUDA ordinals or torch devices; torch's current one by default, ``"all"`` for every one
+                that this process sees, each of which then gets a context.
+            arch: the devices' own by default. With an ``arch`` and no ``devices`` no driver is touched: the
+                kernels are brought to this machine's store and memory.
+            progress: called in this thread with each outcome, the number done and the number in all.
+            strict: raise where anything is missing.
+            fields: spec fields that override the preset's. A list or tuple stands for each of its values:
+                ``loc_dtype=("i32", "i64")``. A preset alone means int64 slots and positions, its own rope and
+                layout, cache and query written, and input strides passed at launch, as ``prepare`` asks for it.
+
+        Returns:
+            What is ready, from which place and in how many milliseconds, and what could not be had and why.
+
+        Raises:
+            SpecError: names or fields that mean no kernel, or an unknown architecture.
+            TypeError, ValueError: arguments of another type; no CUDA device.
+            KernelUnavailable: ``strict``, and something is missing; ``attempts`` has a line for each.
+            ForkedProcessError: the driver was opened in a parent process.
+        """
+        from mlaprep.clients.readiness import make_ready
+        from mlaprep.clients.wanted import wanted_specs
+
+        specs = wanted_specs(what, tp, **fields)
+        return make_ready(self, specs, devices, None if arch is None else as_arch(arch), progress, strict)
 
     def serving_handle(self, spec: KernelSpec, device: int) -> "KernelHandle | None":
         """The handle loaded on a device, loading it the first time; None where it is to be the unfused chain.
@@ -251,10 +323,16 @@ class KernelClient:
     def _first_handle(self, spec: KernelSpec, device: int) -> "KernelHandle | None":
         try:
             if _is_capturing(device):
+                if self.on_cold_capture == "chain":
+                    # Not remembered: the graph keeps the chain, and calls after the capture get their kernel.
+                    self.fall_back(
+                        "cold-capture", f"{spec.variant_id} is not loaded on device {device}", (spec, device)
+                    )
+                    return None
                 self.tally.fall_back("cold-capture")
                 raise KernelNotReady(
                     f"asked for {spec.variant_id} on device {device} for the first time while its stream is being "
-                    "captured; load it before the capture: client.load(spec, device=...)"
+                    "captured; load it before the capture: client.ensure_ready(...), or client.load(spec, device=...)"
                 )
             return self.load(spec, device=device)
         except (KernelUnavailable, ArtifactRejected, DriverError) as error:
@@ -264,10 +342,9 @@ class KernelClient:
             self.fall_back(reason, f"{error}; for every call of this shape until it is loaded", (spec, device))
             return self._serving.setdefault((spec, device), None)
 
-    def _handle(self, spec: KernelSpec, arch: Arch, driver: "KernelDriver | None") -> "KernelHandle":
+    def _handle(self, obtained: Obtained, driver: "KernelDriver | None") -> "KernelHandle":
         from mlaprep.clients.handle import KernelHandle
 
-        obtained = self.obtain(spec, arch)
         return KernelHandle(obtained.artifact, driver, on_loaded=functools.partial(self._loaded, obtained.tier))
 
     def _loaded(self, tier: Tier, handle: "KernelHandle", device: int, ms: float) -> None:
@@ -322,6 +399,7 @@ class KernelClient:
 
     def __getstate__(self) -> dict[str, Any]:
         names = {"on_miss": self.on_miss, "offline": self.offline, "trusted_keys": self._trusted_keys}
+        names["on_cold_capture"] = self.on_cold_capture
         return names | {"transport": self._transport, "store": self._given_store}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -331,43 +409,6 @@ class KernelClient:
 def offline_by_environment() -> bool:
     """Whether ``MLAPREP_OFFLINE`` forbids every socket. Raises SpecError for a word that is no switch."""
     return read_switch("MLAPREP_OFFLINE", os.environ)
-
-
-def as_spec(spec: KernelSpec | str | None, fields: Mapping[str, Any]) -> KernelSpec:
-    """A spec from a spec, a variant id, or fields.
-
-    Raises:
-        SpecError: both or neither, or one that cannot be.
-        TypeError: a ``spec`` of another type.
-    """
-    if spec is None:
-        return KernelSpec.from_dict(fields)
-    if fields:
-        allowed = "a spec or variant id alone, or fields alone"
-        raise SpecError(FieldProblem("spec", "a spec together with fields", allowed))
-    return _as_named(spec)
-
-
-def as_arch(arch: Arch | str) -> Arch:
-    """An architecture from itself or its name.
-
-    Raises:
-        SpecError: an unknown name.
-        TypeError: something else.
-    """
-    if isinstance(arch, str):
-        return Arch(arch)
-    if not isinstance(arch, Arch):
-        raise TypeError(f"arch is a {type(arch).__name__}; give an Arch, or a name such as 'sm_100a'")
-    return arch
-
-
-def _as_named(spec: KernelSpec | str) -> KernelSpec:
-    if isinstance(spec, str):
-        return parse_variant_id(spec)
-    if not isinstance(spec, KernelSpec):
-        raise TypeError(f"spec is a {type(spec).__name__}; give a KernelSpec, or a variant id")
-    return spec
 
 
 def _is_capturing(device: int) -> bool:

@@ -6,12 +6,13 @@ microseconds. Nothing here allocates device memory or synchronises.
 
 import ctypes
 import functools
+import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from mlaprep.clients.errors import DriverError
+from mlaprep.clients.errors import DriverError, ForkedProcessError
 from mlaprep.clients.plan import LaunchConfig
 from mlaprep.clients.tensors import kind_of
 
@@ -102,6 +103,7 @@ class CudaDriver:
     device_type = "cuda"
 
     def __init__(self) -> None:
+        self.pid = os.getpid()
         try:
             self._cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -198,14 +200,23 @@ class CudaDriver:
         raise DriverError(f"asked the CUDA driver to {action}, found {found}", code=result)
 
 
-@functools.cache
 def cuda_driver() -> CudaDriver:
     """The process's CUDA driver, opened at first use.
 
     Raises:
         DriverError: no driver, or it does not initialise.
+        ForkedProcessError: this process is a fork of the one that opened it.
     """
-    return CudaDriver()
+    driver = _opened_driver()
+    if driver.pid != os.getpid():
+        raise ForkedProcessError(
+            f"asked to use a GPU in process {os.getpid()}, found the CUDA driver opened in pid {driver.pid} before "
+            "the fork; CUDA does not survive a fork: start the process with spawn, or fork before using a GPU"
+        )
+    return driver
+
+
+_opened_driver: Final = functools.cache(CudaDriver)
 
 
 def device_ordinal(device: "int | torch.device | None") -> int:

@@ -20,6 +20,7 @@ EXPORTS = [
     "KernelUnavailable",
     "MlaprepError",
     "NotCovered",
+    "ReadinessReport",
     "ServiceError",
     "ServiceRefused",
     "ServiceUnreachable",

@@ -114,6 +114,16 @@ def test_B020_only_the_device_that_captures_is_refused(
     assert driver.loads == [*loads, 1, 1]
 
 
+@pytest.mark.usefixtures("no_memory")
+def test_B020_what_was_made_ready_is_what_a_capture_launches(driver: Recorder, client: KernelClient) -> None:
+    assert client.ensure_ready(num_heads=3, devices=[0, 1]).complete
+    loads, driver.capturing = list(driver.loads), {0, 1}
+    for device in (0, 1):
+        prepare(*operands(device), client=client)
+    assert sorted(driver.loads) == sorted(loads) == [0, 1]
+    assert [device for device, _ in driver.launches] == [0, 1]
+
+
 def test_B058_a_client_has_one_handle_for_all_devices_and_threads(driver: Recorder, client: KernelClient) -> None:
     with ThreadPoolExecutor(16) as pool:
         handles = set(pool.map(lambda turn: client.load(SPEC, device=turn % 2), range(64)))
