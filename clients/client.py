@@ -398,9 +398,10 @@ class KernelClient:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = {"on_miss": self.on_miss, "offline": self.offline, "trusted_keys": self._trusted_keys}
-        names["on_cold_capture"] = self.on_cold_capture
-        return names | {"transport": self._transport, "store": self._given_store}
+        choices = {"on_miss": self.on_miss, "on_cold_capture": self.on_cold_capture, "offline": self.offline}
+        return choices | {
+            "transport": self._transport, "store": self._given_store, "trusted_keys": self._trusted_keys,
+        }  # fmt: skip
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self._configure(**state)
