@@ -1,5 +1,6 @@
 """Arguments that nothing could take: refused by name, by chain and handle alike."""
 
+import functools
 from collections.abc import Callable
 
 import numpy
@@ -8,7 +9,9 @@ import torch
 from kernel.calls import E4M3, make
 from kernel.checks import expected, run
 from kernel.devices import Emulation
+from kernel.entries import DeviceClient
 
+from mlaprep.clients import dispatch, explain, fused_prepare, prepare
 from mlaprep.clients.errors import NotCovered
 from mlaprep.clients.operands import check_operands
 from mlaprep.clients.reference import prepare_chain
@@ -23,10 +26,25 @@ def arguments() -> dict[str, torch.Tensor]:
     return dict(zip(NAMES, (call.q_nope, call.q_rope, call.k_nope, call.k_rope, cache, call.loc), strict=True))
 
 
-@pytest.fixture(params=["chain", "handle", "covers"])
-def takes(request: pytest.FixtureRequest, emulation: Emulation) -> Callable[..., object]:
+@pytest.fixture(params=["chain", "handle", "covers", "prepare", "fused_prepare", "remembered", "verified", "explain"])
+def takes(
+    request: pytest.FixtureRequest, emulation: Emulation, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., object]:
+    """Whatever takes a call's arguments."""
     handle = emulation.handle(make(T, H, R, D).spec)
-    return {"chain": prepare_chain, "handle": handle, "covers": handle.covers}[request.param]
+    if request.param == "verified":
+        monkeypatch.setenv("MLAPREP_VERIFY", "1")
+    client = DeviceClient(emulation)
+    if request.param in ("remembered", "verified"):
+        # Beside a call that was launched.
+        monkeypatch.setattr(dispatch, "_DEVICE_TYPE", "cpu")
+        good = arguments()
+        with emulation.memory(list(good.values()), [good["kv_cache"]]):
+            assert fused_prepare(*good.values(), client=client) is not None
+        assert len(client.prepared) == (1 if request.param == "remembered" else 0)
+    entry = {"prepare": prepare, "explain": explain}.get(request.param, fused_prepare)
+    direct = {"chain": prepare_chain, "handle": handle, "covers": handle.covers}
+    return direct.get(request.param, functools.partial(entry, client=client))
 
 
 def refused(takes: Callable[..., object], name: str, value: object, error: type[Exception], words: str = "") -> None:

@@ -1,5 +1,7 @@
 """One call in two spellings: this package's own, and the one that users of SGLang's fused functions know."""
 
+import inspect
+import typing
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from kernel.checks import expected
 from kernel.entries import EmulatedSupply
 from kernel.entries import given as operands_of
 
-from mlaprep.clients import dispatch, fused_prepare, prepare
+from mlaprep.clients import dispatch, explain, fused_prepare, prepare
 from mlaprep.clients.options import PrepareOptions
 from mlaprep.clients.spelling import OWN, SGLANG, canonical
 
@@ -162,3 +164,11 @@ def test_slots_of_another_type_are_named_as_slots() -> None:
     for loc, named in ((SLOTS.short(), "loc"), (SLOTS.bool(), "loc"), (SLOTS[:-1], "loc")):
         with pytest.raises((TypeError, ValueError), match=named):
             prepare(VALUES["kv_cache"], loc, *THEIRS[2:])
+
+
+@pytest.mark.parametrize("entry", [prepare, fused_prepare, explain])
+def test_type_checkers_see_both_spellings(entry: Any) -> None:
+    own, sglang = (list(inspect.signature(overload).parameters.values()) for overload in typing.get_overloads(entry))
+    assert [parameter.name for parameter in own][:6] == [*OWN]
+    assert [parameter.name for parameter in sglang][:9] == [*SGLANG]
+    assert [parameter.default for parameter in sglang][6:9] == [0, 1, 0]

@@ -12,7 +12,7 @@ from emulation.artifact import emulated_artifact
 from emulation.driver import EmulatedDriver
 from kernel.calls import TENSORS, Call, make, paged_pool
 from kernel.checks import Result, expected
-from kernel.devices import KernelDevice
+from kernel.devices import Gpu, KernelDevice
 from kernel.entries import CALLS, D, DeviceClient, EmulatedSupply, H, R, T, given
 from kernel.memory import CANARY
 
@@ -252,3 +252,42 @@ def test_a_word_that_is_no_switch_is_refused(name: str, monkeypatch: pytest.Monk
         KernelClient(store=MemoryStore())
     with pytest.raises(SpecError, match=name):
         KernelHandle(emulated_artifact(make(T, H, R, D).spec), EmulatedDriver())
+
+
+@pytest.mark.gpu
+def test_a_wrong_byte_is_found_on_a_gpu_and_a_capture_stays_valid(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = padded_call()
+    positional, whole, options = given(call, gpu.device)
+    assert whole is not None
+    kept = whole
+
+    class FaultyGpuDriver:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(gpu.driver, name)
+
+        def prepare(self, kernel: LoadedKernel, parameters: Sequence[tuple[str, str]], pdl: bool) -> Any:
+            launch = gpu.driver.prepare(kernel, parameters, pdl)
+
+            def faulty(config: LaunchConfig, stream: int, arguments: Sequence[int]) -> None:
+                launch(config, stream, arguments)
+                kept[CANARY + 10 * PITCH].bitwise_xor_(1)
+
+            return faulty
+
+    with monkeypatch.context() as patch:
+        patch.setenv("MLAPREP_VERIFY", "1")
+        client = DeviceClient(gpu)
+        faulty: Any = KernelHandle(gpu.artifact(call.spec), FaultyGpuDriver())  # type: ignore[arg-type]
+    with pytest.raises(VerificationFailed, match="cache row 10, which no token writes"):
+        faulty(*positional, **{name: options.get(name) for name in HANDLE_OPTIONS})
+
+    whole.fill_(call.pool.poison)  # type: ignore[union-attr]
+    prepare(*positional, **options, client=client)
+    whole.fill_(call.pool.poison)  # type: ignore[union-attr]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        query = prepare(*positional, **options, client=client)
+    assert (client.stats().verified, client.stats().unverified) == (1, 1)
+    graph.replay()
+    torch.cuda.synchronize()
+    compare(expected(call), query, whole)
