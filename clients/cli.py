@@ -96,7 +96,7 @@ def compile_(
     targets = select_archs(archs)
     store = open_store(cache_dir)
     if url is not None:
-        with KernelClient(url, token=token, store=store, on_miss="error") as client:
+        with KernelClient(url, token=token, store=store, on_miss="error", report_misses=False) as client:
             outcomes = bring(specs, targets, client.obtain, "compiling", quiet=as_json)
             more = look(outcomes, view, save, client.obtain, as_json=as_json)
         report(outcomes, as_json=as_json, more=more, url=url)

@@ -134,7 +134,7 @@ def fetch(
         raise SpecError(FieldProblem("url", "nothing", "--url http://host:port, or MLAPREP_URL"))
     specs = select_specs(presets, tps, variants, spec_file, overrides)
     store = MemoryStore() if output is not None else open_store(cache_dir)
-    with KernelClient(url, token=token, store=store, on_miss="error") as client:
+    with KernelClient(url, token=token, store=store, on_miss="error", report_misses=False) as client:
         outcomes = bring(specs, select_archs(archs), client.obtain, "fetching", quiet=as_json)
     files: dict[str, dict[str, str]] = {}
     if output is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
 from mlaprep.clients.decisions import Decisions
 from mlaprep.clients.errors import ArtifactRejected, DriverError, KernelNotReady, KernelUnavailable
+from mlaprep.clients.misses import MissReporter, reports_by_environment
 from mlaprep.clients.named import as_arch, as_named, as_spec
 from mlaprep.clients.outlook import Outlook
 from mlaprep.clients.pins import Pins, pinned_keys
@@ -67,11 +68,13 @@ class KernelClient:
         trusted_keys: public keys (``ed25519:…``) or files of them, of which one must have signed every kernel that
             is not compiled in this process; those of ``MLAPREP_TRUSTED_KEYS`` by default. Unsigned kernels are taken
             only where neither is given.
+        report_misses: tell the service, in the background, what was asked for and not built;
+            ``MLAPREP_REPORT_MISSES`` by default, which is on where it is not set.
 
     Raises:
         SpecError: an ``on_miss``, ``on_cold_capture``, URL or token that cannot be used, an ``MLAPREP_OFFLINE``,
-            ``MLAPREP_DISABLE`` or ``MLAPREP_VERIFY`` that is no switch, or keys that are none, an empty list
-            included.
+            ``MLAPREP_DISABLE``, ``MLAPREP_VERIFY`` or ``MLAPREP_REPORT_MISSES`` that is no switch, or keys that are
+            none, an empty list included.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class KernelClient:
         timeout: float = DEFAULT_TIMEOUT_S,
         trusted_keys: Pins = None,
         on_cold_capture: OnColdCapture = "error",
+        report_misses: bool | None = None,
     ) -> None:
         for name, value, words in (
             ("on_miss", on_miss, get_args(OnMiss)),
@@ -99,7 +103,9 @@ class KernelClient:
             offline = offline_by_environment()
         if transport is None and url is not None:
             transport = RestTransport(url, token, timeout=timeout)
-        self._configure(on_miss, offline, transport, store, pinned_keys(trusted_keys), on_cold_capture)
+        if report_misses is None:
+            report_misses = reports_by_environment()
+        self._configure(on_miss, offline, transport, store, pinned_keys(trusted_keys), on_cold_capture, report_misses)
 
     def _configure(
         self,
@@ -109,6 +115,7 @@ class KernelClient:
         store: KernelStore | None,
         trusted_keys: TrustedKeys | None,
         on_cold_capture: OnColdCapture,
+        report_misses: bool,
     ) -> None:
         self.on_miss = on_miss
         self.on_cold_capture = on_cold_capture
@@ -120,6 +127,9 @@ class KernelClient:
         """What :meth:`stats` reports; ``prepare`` counts here too."""
         self._told: set[Hashable] = set()
         self._trusted_keys = trusted_keys
+        self.report_misses = report_misses
+        self.misses = MissReporter(transport if report_misses and not offline else None, self.tally)
+        """Tells the service of kernels that were lacking."""
         self._supply = KernelSupply(
             self._open_store,
             None if offline else transport,
@@ -127,6 +137,7 @@ class KernelClient:
             no_service="offline, so no service was asked" if offline else "no service is configured",
             tally=self.tally,
             trusted_keys=trusted_keys,
+            on_miss=self.misses.report,
         )
         self._serving: dict[tuple[KernelSpec, int], KernelHandle | None] = {}
         self._refusals: dict[tuple[KernelSpec, int], FallbackReason] = {}
@@ -379,10 +390,12 @@ class KernelClient:
 
     def close(self) -> None:
         """End connections and compile processes. The client starts new ones when it is used again."""
+        self.misses.close()
         self._supply.close()
 
     def forget(self) -> None:
         """Back to the configuration alone; what a parent process still uses is left to it."""
+        self.misses.forget()
         self._supply.forget()
         self._told = set()
         self._serving = {}
@@ -401,6 +414,7 @@ class KernelClient:
         choices = {"on_miss": self.on_miss, "on_cold_capture": self.on_cold_capture, "offline": self.offline}
         return choices | {
             "transport": self._transport, "store": self._given_store, "trusted_keys": self._trusted_keys,
+            "report_misses": self.report_misses,
         }  # fmt: skip
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import json
 import random
 import re
 import threading
@@ -141,6 +142,19 @@ class RestTransport:
         deadline = time.monotonic() + self.timeout
         return self._within(deadline, lambda: parse_json(self._ask("GET", path, deadline, statuses)))
 
+    def post(self, path: str, document: Any, timeout: float) -> None:
+        """Send JSON, once, and look at no reply but its status. For a thread that nobody waits for: a name look-up may
+        take longer than ``timeout``.
+
+        Raises:
+            ServiceUnreachable: no answer, or none to a fetch a moment ago.
+            ServiceRefused: an answer that is no success.
+            ArtifactRejected: an answer that is too long.
+        """
+        if time.monotonic() < self._down_until:
+            raise ServiceUnreachable(f"{self.url} gave no answer a moment ago")
+        self._ask_once("POST", path, time.monotonic() + timeout, _GOOD, json.dumps(document).encode())
+
     def close(self) -> None:
         """Close connections; the transport opens new ones when it is used again."""
         with self._lock:
@@ -209,15 +223,20 @@ class RestTransport:
                 time.sleep(wait)
         return self._ask_once(method, path, deadline, statuses)
 
-    def _ask_once(self, method: str, path: str, deadline: float, statuses: Container[int]) -> bytes:
+    def _ask_once(
+        self, method: str, path: str, deadline: float, statuses: Container[int], content: bytes | None = None
+    ) -> bytes:
         import httpx
 
         left = deadline - time.monotonic()
         if left <= 0:
             raise ServiceUnreachable(f"{self.url}: no time left to ask")
         timeout = httpx.Timeout(left, connect=min(left, CONNECT_TIMEOUT_S))
+        headers = None if content is None else {"content-type": "application/json"}
         try:
-            with self._client().stream(method, self.url + path, timeout=timeout) as response:
+            with self._client().stream(
+                method, self.url + path, timeout=timeout, content=content, headers=headers
+            ) as response:
                 body = read_body(response, deadline)
         except httpx.TransportError as error:
             found = plain(str(error) or type(error).__name__)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from mlaprep.clients.errors import ArtifactRejected, KernelUnavailable, MlaprepError, ServiceError
+from mlaprep.clients.misses import MissReason
 from mlaprep.clients.rest import RestTransport
 from mlaprep.clients.stats import Tally, Tier
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
@@ -71,6 +72,7 @@ class KernelSupply:
         tally: where to count; by default a tally of its own.
         trusted_keys: a kernel that none of them signed is refused, from wherever it comes; all are taken where
             this is None. What is compiled here is ours: it is used, and since nobody signed it, kept in memory only.
+        on_miss: told of each kernel that was built in no place, and what came of it.
     """
 
     _lock: threading.Lock
@@ -88,6 +90,7 @@ class KernelSupply:
         no_service: str = "no service is configured",
         tally: Tally | None = None,
         trusted_keys: TrustedKeys | None = None,
+        on_miss: Callable[[KernelSpec, Arch, MissReason], None] = lambda spec, arch, reason: None,
     ) -> None:
         self._open_store = open_store
         self._transport = transport
@@ -95,6 +98,7 @@ class KernelSupply:
         self._no_service = no_service
         self.tally = tally or Tally()
         self._trusted_keys = trusted_keys
+        self._on_miss = on_miss
         self.forget()
 
     def forget(self) -> None:
@@ -197,6 +201,8 @@ class KernelSupply:
             try:
                 if (obtained := self._from_service(spec, arch, attempts)) is not None:
                     self._keep(request, obtained.artifact)
+                    if not obtained.cached:
+                        self._on_miss(spec, arch, "built")
                     return obtained
             except ArtifactRejected as error:
                 attempts.append(str(error))
@@ -214,12 +220,15 @@ class KernelSupply:
                 else:
                     if self._trusted_keys is None:
                         self.store.link(request, obtained.artifact.key)  # found by the builder where the link was lost
+                    if not obtained.cached:
+                        self._on_miss(spec, arch, "compiled")
                     return obtained
             # Reads every manifest, so only before giving up.
             if (artifact := find_own(self.store, render(spec), str(arch), self._require_trusted)) is not None:
                 self.store.link(request, artifact.key)
                 return self._count("disk", artifact, cached=True)
         self.tally.add("unavailable")
+        self._on_miss(spec, arch, "rejected" if isinstance(cause, ArtifactRejected) else "unavailable")
         if isinstance(cause, ArtifactRejected):
             raise cause
         raise KernelUnavailable(

@@ -44,9 +44,14 @@ class FakeService:
     """Answers every kernel request with the kernel asked for, unless ``answer`` is replaced."""
 
     requests: list[httpx.Request] = field(default_factory=list)
+    """Without reports of misses, which come in the background."""
+    reports: list[httpx.Request] = field(default_factory=list)
     answer: Callable[[httpx.Request], httpx.Response] | None = None
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/misses" and request.method == "POST":
+            self.reports.append(request)
+            return httpx.Response(200, json={"recorded": 1, "ignored": 0})
         self.requests.append(request)
         return self.answer(request) if self.answer is not None else self.kernel(request)
 
