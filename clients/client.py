@@ -10,7 +10,7 @@ from mlaprep.clients.decisions import Decisions
 from mlaprep.clients.errors import ArtifactRejected, DriverError, KernelNotReady, KernelUnavailable
 from mlaprep.clients.misses import MissReporter, reports_by_environment
 from mlaprep.clients.named import as_arch, as_named, as_spec
-from mlaprep.clients.outlook import Outlook
+from mlaprep.clients.outlook import Outlook, foresee, known
 from mlaprep.clients.pins import Pins, pinned_keys
 from mlaprep.clients.rest import DEFAULT_TIMEOUT_S, RestTransport
 from mlaprep.clients.stats import ClientStats, FallbackReason, Tally, Tier, reason_of
@@ -18,6 +18,7 @@ from mlaprep.clients.supply import KernelBuilder, KernelSupply, Obtained
 from mlaprep.clients.switches import Switches
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.forks import forget_when_forked
+from mlaprep.kernels_cache.location import default_cache_dir
 from mlaprep.kernels_cache.opening import open_default_store
 from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.kernels_cache.trust import TrustedKeys
@@ -297,25 +298,12 @@ class KernelClient:
 
     def outlook(self, spec: KernelSpec, device: int) -> Outlook:
         """What :meth:`serving_handle` would answer, without fetching, compiling or loading anything."""
-        from mlaprep.clients.launch import cuda_driver
-
-        known = (spec, device) in self._serving
-        handle = self._serving.get((spec, device))
-        if handle is not None:
-            return Outlook(handle.arch, ready=True)
-        if known:
-            reason = f"there was none to be had ({self._refusals.get((spec, device), 'no-kernel')}); load it by hand"
-            return Outlook(None, reason=reason)
         try:
-            capability = cuda_driver().capability(device)
-        except DriverError as error:
-            return Outlook(None, reason=str(error))
-        arch = Arch.for_device(capability)
-        if arch is None:
-            return Outlook(None, reason=f"none is built for compute capability {capability[0]}.{capability[1]}")
-        source = self._supply.nearest(spec, arch)
-        reason = f"memory and local store lack it, and on_miss={self.on_miss!r} leaves no other place"
-        return Outlook(arch, source=source, reason="" if source else reason)
+            handle = self._serving[spec, device]
+        except KeyError:
+            exists = self._given_store is not None or default_cache_dir(os.environ).exists()
+            return foresee(spec, device, self._supply, self.on_miss, store_exists=exists)
+        return known(handle, self._refusals.get((spec, device), "no-kernel"))
 
     def fall_back(self, reason: FallbackReason, found: str, decision: Hashable = None) -> None:
         """Count a call that goes without its kernel, and log it the first time that ``decision`` is met.

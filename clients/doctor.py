@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Final, Literal
 
 from mlaprep.clients.client import offline_by_environment
-from mlaprep.clients.errors import DriverError, MlaprepError
+from mlaprep.clients.errors import DriverError, MlaprepError, SpecError
 from mlaprep.clients.launch import cuda_driver
 from mlaprep.clients.replies import plain
 from mlaprep.clients.rest import RestTransport
+from mlaprep.clients.switches import Switches
 from mlaprep.clients.wording import count
 from mlaprep.kernels_cache import location
 from mlaprep.kernels_cache.disk import DiskStore
@@ -54,7 +55,7 @@ def examine(
     token: str | None,
     cache_dir: str | os.PathLike[str] | None,
 ) -> Examination:
-    """Look at compiler, packages, driver, torch, cache and service.
+    """Look at compiler, packages, driver, torch, cache and service, and at switches that are on.
 
     Args:
         describe_compiler: one line on the compiler in use; raises MlaprepError where there is none.
@@ -68,7 +69,7 @@ def examine(
         # A worker needs no compiler of its own.
         compiler = Check("NVRTC", "ok", "none here, and none is needed: the service compiles")
     others = (check_packages(package_conflicts), check_driver(), check_torch(), check_cache(cache_dir))
-    return Examination((compiler, *others, service), usable)
+    return Examination((compiler, *others, service, *check_switches()), usable)
 
 
 def check_compiler(describe_compiler: Callable[[], str]) -> Check:
@@ -172,6 +173,20 @@ def _check_absent_cache(folder: Path) -> Check:
         return Check("cache", "ok", f"{folder} is made when the first kernel is kept")
     advice = "set MLAPREP_CACHE_DIR to a directory of your own; until then kernels live in memory only"
     return Check("cache", "warn", f"{folder} is not there, and {above} cannot be written", advice)
+
+
+def check_switches() -> list[Check]:
+    """What an operator has turned on for workers of this environment, and may have forgotten."""
+    try:
+        switches = Switches.from_environment()
+    except SpecError as error:
+        return [Check("switches", "missing", str(error), "correct it: clients refuse to start")]
+    if switches.disable:
+        return [Check("switches", "warn", "MLAPREP_DISABLE: every call takes the unfused chain", "unset it to launch")]
+    if switches.verify:
+        advice = "unset it to serve: each call waits for the device"
+        return [Check("switches", "warn", "MLAPREP_VERIFY: every launch is compared with the chain", advice)]
+    return []
 
 
 def check_service(url: str | None, token: str | None, *, compiles_here: bool = True) -> Check:

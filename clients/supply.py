@@ -139,17 +139,19 @@ class KernelSupply:
             with contextlib.suppress(CancelledError):  # the leader was interrupted: ask again
                 return self._count("memory", flight.result().artifact, cached=True)
 
-    def nearest(self, spec: KernelSpec, arch: Arch) -> Tier | None:
+    def nearest(self, spec: KernelSpec, arch: Arch, *, store_exists: bool = True) -> Tier | None:
         """The first place that has the kernel, or that would be asked for it next; None where all there are lack it.
 
-        Looks at memory and at the local store's links, reads no kernel and asks nobody.
+        Looks at memory and at the local store's links, reads no kernel and asks nobody. Where ``store_exists`` is
+        false, a store that is not open is not opened, which would make it.
         """
         with self._lock:
             if (spec, arch) in self._memory:
                 return "memory"
-        request = request_key(arch=str(arch), spec=spec.to_dict(), generator=templates_fingerprint())
-        if self.store.resolve(request) is not None:
-            return "disk"
+        if store_exists or self._store is not None:
+            request = request_key(arch=str(arch), spec=spec.to_dict(), generator=templates_fingerprint())
+            if self.store.resolve(request) is not None:
+                return "disk"
         if self._transport is not None:
             return "service"
         return "compiled" if self._open_builder is not None else None

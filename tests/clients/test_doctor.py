@@ -58,6 +58,16 @@ class TestUsable:
         assert list(checks) == ["NVRTC", "packages", "CUDA driver", "torch", "cache", "service"]
         assert checks["NVRTC"] == Check("NVRTC", "ok", "12.9.86")
 
+    @pytest.mark.parametrize("name", ["MLAPREP_DISABLE", "MLAPREP_VERIFY"])
+    def test_switches_that_are_on_are_told(self, cache: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        monkeypatch.setenv(name, "1")
+        examination, checks = examined(cache)
+        assert examination.usable
+        assert checks["switches"].status == "warn"
+        assert checks["switches"].found.startswith(name)
+        monkeypatch.setenv(name, "ture")
+        assert examined(cache)[1]["switches"].status == "missing"
+
     def test_a_service_is_enough(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         answering(
             monkeypatch,

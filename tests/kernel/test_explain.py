@@ -1,6 +1,7 @@
 """explain: one line on the path of a call, which it does not take."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +90,12 @@ def test_where_a_kernel_would_come_from(driver: EmulatedDriver) -> None:
         assert (found.fused, found.ready, found.source, found.arch) == (True, False, source, "sm_90a")
         assert words in str(found)
     assert driver.loads == 0
+
+
+def test_no_directory_is_made(driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MLAPREP_CACHE_DIR", str(tmp_path / "cache"))
+    assert explained(CALL, client_of(store=None, on_miss="compile")).source == "compiled"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_place_left(driver: EmulatedDriver) -> None:
