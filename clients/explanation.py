@@ -106,14 +106,16 @@ def explain(
     tensors = call_tensors(tensors, options)
     operands = checked(tensors, options)
     found = _found(client, operands, options)
-    key: tuple[Hashable, Hashable] = (graph_key, graph_shape(operands, options))
-    if graph_key is None:
-        if not client.is_capturing(operands.device):
-            return found
+    capturing = client.is_capturing(operands.device)
+    if capturing and found.fused and not found.ready:
+        error = "KernelNotReady" if client.on_cold_capture == "error" else None
+        found = replace(found, fused=False, error=error, reason="not loaded, and the stream is being captured")
+    if graph_key is not None:
+        key: tuple[Hashable, Hashable] = (graph_key, graph_shape(operands, options))
+    elif capturing:
         key = (None, (layout_key(tensors), option_values(options)))
-        if found.fused and not found.ready:
-            why = "not loaded, and the stream is being captured"
-            return replace(found, fused=False, error="KernelNotReady", reason=why)
+    else:
+        return found
     recorded: Decision | None = client.decisions.find(*key)
     if recorded is None or found.error is not None or recorded.fused == found.fused:
         return found

@@ -185,6 +185,10 @@ def test_a_capture_tells_of_cold_kernels_and_of_records(
     monkeypatch.setattr(KernelClient, "is_capturing", lambda client, device: True)
     found = explained(CALL, client)
     assert (found.fused, found.error, found.source) == (False, "KernelNotReady", "compiled")
+    assert explained(CALL, client, graph_key="graph").error == "KernelNotReady"
+    chain = explained(CALL, client_of(on_miss="compile", on_cold_capture="chain"))
+    assert (chain.fused, chain.error) == (False, None)
+    assert str(chain).endswith("not loaded, and the stream is being captured")
     client._supply._memory[CALL.spec, Arch("sm_90a")] = emulated_artifact(CALL.spec)
     client.load(CALL.spec, device=0)
     assert explained(CALL, client).fused
