@@ -110,7 +110,7 @@ class KernelNotReady(MlaprepError):
 
 
 class NotCovered(MlaprepError, ValueError):
-    """Tensors whose layout, device or type a handle's kernel does not cover."""
+    """Tensors whose layout, device or type a handle's kernel does not cover, or a cache format that none does."""
 
 
 class DriverError(MlaprepError):

@@ -10,17 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from emulation.artifact import emulated_artifact
-from emulation.driver import EmulatedDriver
 from kernel.calls import E4M3, TENSORS, Call, make, moved, paged_pool, values
 from kernel.checks import chain_options, expected
+from kernel.supplied import EmulatedClient, emulate
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from mlaprep.clients import KernelClient, dispatch, torch_op
+from mlaprep.clients import torch_op
 from mlaprep.clients.dispatch import PrepareOptions
-from mlaprep.clients.handle import KernelHandle
 from mlaprep.clients.reference import prepare_chain
-from mlaprep.templates.spec import KernelSpec
 
 T, H, R, D, S = 5, 3, 32, 16, 64
 CALLS = {
@@ -46,30 +43,11 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Asked(KernelClient):
-    """A client whose kernels run on the emulation."""
-
-    def __init__(self) -> None:
-        super().__init__(on_miss="error", offline=True)
-        self.driver = EmulatedDriver()
-
-    def serving_handle(self, spec: KernelSpec, device: int) -> KernelHandle:
-        return KernelHandle(emulated_artifact(spec), self.driver)
-
-
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedClient]:
     """``asked`` by name, where a CPU tensor is what a kernel takes."""
-    monkeypatch.setattr(dispatch, "_DEVICE_TYPE", "cpu")
-    client = Asked()
-    prepare = dispatch.prepare
-
-    def within_memory(*operands: Any, **options: Any) -> Any:
-        # Opened inside of the operation: its allocations are not seen from outside.
-        with client.driver.memory([*operands[:4], operands[5]], [operands[4], options.get("out")]):
-            return prepare(*operands, **options)
-
-    monkeypatch.setattr(dispatch, "prepare", within_memory)
+    client = EmulatedClient()
+    emulate(client, monkeypatch)
     torch_op.name_client("asked", client)
     yield client
     torch_op.forget_client("asked")
@@ -121,7 +99,7 @@ def test_a_compiled_call_has_the_chains_bytes(name: str) -> None:
     check(CALLS[name], torch.compile(torch_op.prepare, fullgraph=True, backend="aot_eager"))
 
 
-def test_a_compiled_call_is_one_launch_through_the_client_named(asked: Asked) -> None:
+def test_a_compiled_call_is_one_launch_through_the_client_named(asked: EmulatedClient) -> None:
     call = CALLS["packed"]
     compiled = torch.compile(torch_op.prepare, fullgraph=True, backend="aot_eager")
     wanted = expected(call)
@@ -249,10 +227,10 @@ def test_what_cannot_be_is_named() -> None:
     assert not cache.any()
 
 
-def test_a_name_stands_for_one_client(asked: Asked) -> None:
+def test_a_name_stands_for_one_client(asked: EmulatedClient) -> None:
     client = asked
     assert torch_op.name_client("asked", client) == "asked"
-    other = Asked()
+    other = EmulatedClient()
     with pytest.raises(ValueError, match="another client"):
         torch_op.name_client("asked", other)
     with pytest.raises(ValueError, match="empty"):
@@ -268,7 +246,7 @@ def test_every_option_of_prepare_is_one_of_the_operations() -> None:
     assert set(PrepareOptions.__annotations__) - aside == set(torch_op.OpOptions.__annotations__) <= spoken
 
 
-def test_a_second_import_and_a_reload_leave_the_operations(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reload_leaves_the_operations(asked: EmulatedClient, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.ops.mlaprep.prepare.default
     importlib.reload(torch_op)
     monkeypatch.delitem(sys.modules, "mlaprep.clients.torch_op")

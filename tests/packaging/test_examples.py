@@ -27,3 +27,13 @@ def test_warm_cache_compiles_once(root: Path, tmp_path: Path) -> None:
 def test_torch_compile_makes_one_graph(root: Path, tmp_path: Path) -> None:
     script = root / "examples" / "torch_compile.py"
     assert "3 batch sizes on cpu, one graph" in run(script, cwd=tmp_path)
+
+
+def test_vllm_plugin_plugs_into_stand_ins(root: Path, tmp_path: Path) -> None:
+    script = root / "examples" / "vllm_plugin.py"
+    assert "8 tokens on cpu: two operations and one, the same bytes" in run(script, cwd=tmp_path)
+
+
+def test_every_example_is_run_here(root: Path) -> None:
+    here = Path(__file__).read_text()
+    assert not [path.name for path in (root / "examples").glob("*.py") if f'"{path.name}"' not in here]
