@@ -250,8 +250,8 @@ class KernelClient:
         kernel takes no longer than :meth:`obtain` says.
 
         Args:
-            what: a preset's name; a variant id; a spec; a mapping (``{"preset": "kimi-k3", "tp": 8}``, or spec
-                fields); or any number of these. None for ``fields`` alone.
+            what: a preset's name; a variant id; a spec; a handle; a mapping (``{"preset": "kimi-k3", "tp": 8}``,
+                or spec fields); or any number of these. None for ``fields`` alone.
             tp: the tensor-parallel degree of presets; a list for several.
             devices: CUDA ordinals or torch devices; torch's current one by default, ``"all"`` for every one
                 that this process sees, each of which then gets a context.
@@ -367,6 +367,11 @@ class KernelClient:
     def store(self) -> KernelStore:
         """Where kernels are kept on this machine."""
         return self._supply.store
+
+    @property
+    def service(self) -> RestTransport | None:
+        """The service that is asked; None where none is configured, or the client is offline."""
+        return None if self.offline else self._transport
 
     def stats(self) -> ClientStats:
         """Counts so far, in this process."""

@@ -137,9 +137,9 @@ class RestTransport:
             raise
         return reply
 
-    def document(self, path: str, statuses: Container[int] = _GOOD) -> Any:
+    def document(self, path: str, statuses: Container[int] = _GOOD, timeout: float | None = None) -> Any:
         """The parsed JSON of one GET, for health; ``statuses`` are answers. Raises as :meth:`fetch_reply` does."""
-        deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + (self.timeout if timeout is None else min(timeout, self.timeout))
         return self._within(deadline, lambda: parse_json(self._ask("GET", path, deadline, statuses)))
 
     def post(self, path: str, document: Any, timeout: float) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from mlaprep.templates.errors import FieldProblem, SpecError
 from mlaprep.templates.fields import describe
@@ -12,9 +12,17 @@ from mlaprep.templates.spec import KernelSpec, parse_variant_id
 MAX_KERNELS: Final = 1024
 """Kernels that one request may mean."""
 
-Wanted = KernelSpec | str | Mapping[str, Any]
-"""One spec, variant id or preset name; or a mapping with ``preset`` and ``tp``, or of spec fields alone, in which
-every value may be a list of values."""
+
+class HasSpec(Protocol):
+    """What has a spec; a :class:`~mlaprep.clients.handle.KernelHandle` does, one by name included."""
+
+    @property
+    def spec(self) -> KernelSpec: ...
+
+
+Wanted = KernelSpec | str | Mapping[str, Any] | HasSpec
+"""One spec, variant id, preset name or handle; or a mapping with ``preset`` and ``tp``, or of spec fields alone, in
+which every value may be a list of values."""
 
 
 def wanted_specs(
@@ -23,7 +31,8 @@ def wanted_specs(
     """The specs that a request means, each once, in the order of the request.
 
     Args:
-        what: a preset's name, a variant id, a spec, a mapping, or any number of these; None for ``fields`` alone.
+        what: a preset's name, a variant id, a spec, a handle, a mapping, or any number of these; None for
+            ``fields`` alone.
         tp: the tensor-parallel degree of presets, or several.
         fields: spec fields that override a preset's, or make a spec. A list or tuple stands for each of its
             values, so ``loc_dtype=("i32", "i64")`` doubles the kernels.
@@ -48,6 +57,8 @@ def wanted_specs(
 def _items(what: "Wanted | Iterable[Wanted]") -> list[Wanted]:
     if isinstance(what, KernelSpec | str | Mapping):
         return [what]
+    if hasattr(what, "spec"):
+        return [what.spec]
     if not isinstance(what, Iterable):
         raise TypeError(
             f"{type(what).__name__}: give a preset's name, a variant id, a spec, a mapping, or a list of them"
@@ -56,6 +67,7 @@ def _items(what: "Wanted | Iterable[Wanted]") -> list[Wanted]:
 
 
 def _specs_of(item: Wanted, tp: "int | Iterable[int] | None", fields: Mapping[str, Any]) -> Iterator[KernelSpec]:
+    item = getattr(item, "spec", item)  # a handle
     if isinstance(item, KernelSpec) or (isinstance(item, str) and item.startswith("mla_prepare")):
         if fields:
             raise SpecError(FieldProblem(min(fields), "a field beside a whole spec or variant id", "omitted"))

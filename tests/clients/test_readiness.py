@@ -14,7 +14,7 @@ import pytest
 from fake_driver import FakeDriver
 from fake_service import FakeService, artifact_of, problem, reply_of
 
-from mlaprep.clients import launch
+from mlaprep.clients import kernels, launch
 from mlaprep.clients.client import KernelClient
 from mlaprep.clients.errors import DriverError, ForkedProcessError, KernelNotReady, KernelUnavailable, SpecError
 from mlaprep.clients.wanted import MAX_KERNELS, wanted_specs
@@ -58,6 +58,8 @@ class TestWanted:
         assert wanted_specs(json.loads(json.dumps({"preset": "kimi-k3", "tp": 8, "loc_dtype": ["i32", "i64"]}))) == (
             KernelSpec(num_heads=12, loc_dtype="i32"), KernelSpec(num_heads=12),
         )  # fmt: skip
+        assert wanted_specs([kernels.kimi_k3_tp8, kernels.kimi_k3_tp4]) == wanted_specs("kimi-k3", (8, 4))
+        assert wanted_specs(kernels.kimi_k3_tp8) == (KernelSpec(num_heads=12),)
         assert wanted_specs(None, num_heads=3) == (KernelSpec(num_heads=3),)
 
     @pytest.mark.parametrize("name", PRESETS)

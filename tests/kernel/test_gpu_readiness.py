@@ -12,7 +12,7 @@ import torch
 from kernel.devices import Gpu
 from kernel.test_gpu import POISON, Batch
 
-from mlaprep.clients import KernelClient, prepare
+from mlaprep.clients import KernelClient, dispatch, prepare
 from mlaprep.clients.errors import KernelNotReady
 from mlaprep.kernels_cache.disk import DiskStore
 from mlaprep.templates.spec import KernelSpec
@@ -145,3 +145,20 @@ def test_B026_a_fork_after_use_is_told_so(tmp_path: Path, monkeypatch: pytest.Mo
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[True, True, True, True] True"
+
+
+def test_a_kernel_by_name_loads_on_the_device_of_its_tensors(
+    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLAPREP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(dispatch, "_default", dispatch._DefaultClient())
+    from mlaprep.clients.kernels import kimi_k3_tp8
+
+    query = kimi_k3_tp8(*batch.operands())
+    assert query is not None
+    wanted_query, wanted_cache = batch.chain()
+    assert torch.equal(query.view(torch.uint8), wanted_query)
+    assert torch.equal(batch.cache, wanted_cache)
+    assert dispatch.default_client().stats().loads.count == 1
+    assert kimi_k3_tp8.load() is dispatch.default_client().load(num_heads=12)
+    dispatch.default_client().close()
