@@ -30,7 +30,9 @@ _MEANS: Final = {
     "cache_k_rope": "k_rope",
     "dcp_world_size": "dcp_world",
 }
-_REQUIRED: Final = {"own": OWN, "sglang": SGLANG[:6]}
+_FEWEST: Final = 6
+_SIXTEEN_BITS: Final = 2
+_REQUIRED: Final = {"own": OWN, "sglang": SGLANG[:_FEWEST]}
 _SGLANG_ONLY: Final = frozenset({*_MEANS, "num_warps"})
 _OWN_ONLY: Final = frozenset(_MEANS.values())
 _ORDERS: Final = {"own": f"({', '.join(OWN)})", "sglang": f"({', '.join(SGLANG)})"}
@@ -62,8 +64,11 @@ def canonical(
         TypeError: an argument that is missing, given twice, unknown, or written one way among others written the
             other way; it is named.
     """
+    theirs = slots_come_second(positional)
+    if theirs and not keywords and _FEWEST <= len(positional) <= len(SGLANG):  # a drop-in's usual call
+        return _from_sglang(*positional)
     aliases = sorted(_SGLANG_ONLY & keywords.keys())
-    way = "sglang" if slots_come_second(positional) or (aliases and len(positional) < 2) else "own"
+    way = "sglang" if theirs or (aliases and len(positional) < 2) else "own"
     names = OWN if way == "own" else SGLANG
     if way == "own" and aliases:
         raise TypeError(f"{aliases[0]}: a name of the order {_ORDERS['sglang']} beside arguments of {_mixture('own')}")
@@ -79,19 +84,33 @@ def canonical(
         raise TypeError(f"{', '.join(unknown)}: no such option; pass any of {', '.join(sorted(options))}")
     if missing := [name for name in _REQUIRED[way] if name not in given]:
         raise TypeError(f"{', '.join(missing)}: missing; pass {_ORDERS[way]}, None where there is none")
-    if way == "sglang":
-        warps = given.pop("num_warps", 0)
-        if type(warps) is not int:
-            raise TypeError(f"num_warps: found a {kind_of(warps)}; pass an int, which has no effect here")
-        given = {_MEANS.get(name, name): value for name, value in given.items()}
-        if "layout" not in given and _of_16_bits(given["kv_cache"]):
-            given["layout"] = "same"
-    return tuple(given.pop(name) for name in OWN), given
+    if way == "own":
+        return tuple(given.pop(name) for name in OWN), given
+    tensors, settled = _from_sglang(**{name: given.pop(name) for name in SGLANG if name in given})
+    return tensors, settled | given
+
+
+def _from_sglang(
+    kv_buffer: Any,
+    loc: Any,
+    cache_k_nope: Any,
+    cache_k_rope: Any,
+    q_nope: Any,
+    q_rope: Any,
+    num_warps: object = 0,
+    dcp_world_size: object = 1,
+    dcp_rank: object = 0,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if type(num_warps) is not int:
+        raise TypeError(f"num_warps: found a {kind_of(num_warps)}; pass an int, which has no effect here")
+    options = {"dcp_world": dcp_world_size, "dcp_rank": dcp_rank}
+    try:
+        if kv_buffer.is_floating_point() and kv_buffer.element_size() == _SIXTEEN_BITS:
+            options["layout"] = "same"
+    except AttributeError:  # no tensor: the check of a call names it
+        pass
+    return (q_nope, q_rope, cache_k_nope, cache_k_rope, kv_buffer, loc), options
 
 
 def _mixture(way: str) -> str:
     return f"the order {_ORDERS[way]}; write the whole call in one of them"
-
-
-def _of_16_bits(pool: Any) -> bool:
-    return str(getattr(pool, "dtype", "")) in ("torch.bfloat16", "torch.float16")

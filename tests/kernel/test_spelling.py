@@ -62,11 +62,13 @@ def test_every_way_to_pass_their_arguments_is_the_same_call(
     assert all(found is wanted for found, wanted in zip(tensors, [of(name) for name in OWN[:4]], strict=False))
     assert tensors[4] is pool
     assert tensors[5] is SLOTS
-    wanted = {"dcp_world": 8, "dcp_rank": rank}
-    theirs = {name: ALIASES.get(name, name) for name in wanted}
-    passed_on = {name for name in wanted if theirs[name] in keep or SGLANG.index(theirs[name]) < by_position}
+    passed_on = {name for index, name in enumerate(SGLANG) if name in keep or index < by_position}
+    wanted = {
+        "dcp_world": 8 if "dcp_world_size" in passed_on else 1,
+        "dcp_rank": rank if "dcp_rank" in passed_on else 0,
+    }
     chosen = layout or ("same" if sixteen else None)
-    assert options == {name: wanted[name] for name in passed_on} | ({} if chosen is None else {"layout": chosen})
+    assert options == wanted | ({} if chosen is None else {"layout": chosen})
 
 
 @settings(max_examples=50, deadline=None)
