@@ -1,6 +1,5 @@
 """KernelClient: gets kernels and loads them, for a worker."""
 
-import functools
 import logging
 import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -344,13 +343,12 @@ class KernelClient:
     def _handle(self, obtained: Obtained, driver: "KernelDriver | None") -> "KernelHandle":
         from mlaprep.clients.handle import KernelHandle
 
-        return KernelHandle(obtained.artifact, driver, on_loaded=functools.partial(self._loaded, obtained.tier))
+        return KernelHandle(obtained.artifact, driver, tier=obtained.tier, on_loaded=self._loaded)
 
-    def _loaded(self, tier: Tier, handle: "KernelHandle", device: int, ms: float) -> None:
+    def _loaded(self, handle: "KernelHandle", device: int, ms: float) -> None:
         self.tally.load(ms)
-        _log.info(
-            "loaded %s for %s on device %d from %s in %.1f ms", handle.spec.variant_id, handle.arch, device, tier, ms
-        )
+        name = handle.spec.variant_id
+        _log.info("loaded %s for %s on device %d from %s in %.1f ms", name, handle.arch, device, handle.tier, ms)
 
     def is_capturing(self, device: "torch.device") -> bool:
         """Whether torch's current stream of that device is being captured into a graph."""

@@ -18,7 +18,9 @@ from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
 from mlaprep.clients.plan import RowShape, measured_buckets, plan_launch
 from mlaprep.clients.prepared import OUT, TENSORS, PreparedLaunch, layout_key, option_key, recall, remember
 from mlaprep.clients.reference import spec_chain
+from mlaprep.clients.stats import Tier
 from mlaprep.clients.switches import Switches
+from mlaprep.clients.tracing import span
 from mlaprep.clients.verify import run_verified, tell_skipped
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.errors import ArtifactError
@@ -45,6 +47,7 @@ class KernelHandle:
     Args:
         artifact: the kernel.
         driver: what loads and launches it; the CUDA driver by default.
+        tier: the place that had it.
         on_loaded: called with this handle, the device and the milliseconds it took, once a device.
 
     Raises:
@@ -57,6 +60,7 @@ class KernelHandle:
         artifact: KernelArtifact,
         driver: KernelDriver | None = None,
         *,
+        tier: Tier = "memory",
         on_loaded: "Callable[[KernelHandle, int, float], None] | None" = None,
     ) -> None:
         manifest = artifact.manifest
@@ -74,6 +78,7 @@ class KernelHandle:
         self._switches = Switches.from_environment()
         self._told_unverified = False
         self._driver = driver
+        self.tier: Final = tier
         self._on_loaded = on_loaded
         self._parameters = tuple((name, kind) for name, kind in manifest.launch["parameters"])
         self._shape = RowShape.from_launch(manifest.launch)
@@ -337,7 +342,8 @@ class KernelHandle:
                 )
             launch = self.artifact.manifest.launch
             began = time.perf_counter()
-            loaded = driver.load(self.artifact.cubin, self.artifact.manifest.entry, device)
+            with span("load", self.spec, self.arch, device=device, tier=self.tier):
+                loaded = driver.load(self.artifact.cubin, self.artifact.manifest.entry, device)
             launcher = driver.prepare(loaded, self._parameters, launch["pdl"])
             self._devices[device] = _DeviceKernel(launcher, loaded.multiprocessors)
             if self._on_loaded is not None:

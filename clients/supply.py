@@ -13,6 +13,7 @@ from mlaprep.clients.errors import ArtifactRejected, KernelUnavailable, MlaprepE
 from mlaprep.clients.misses import MissReason
 from mlaprep.clients.rest import RestTransport
 from mlaprep.clients.stats import Tally, Tier
+from mlaprep.clients.tracing import span
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.errors import ArtifactError
 from mlaprep.kernels_cache.key import request_key
@@ -167,7 +168,9 @@ class KernelSupply:
 
     def _lead(self, key: tuple[KernelSpec, Arch], flight: "Future[Obtained]") -> Obtained:
         try:
-            obtained = self._walk(*key)
+            with span("obtain", *key) as note:
+                obtained = self._walk(*key)
+                note("tier", obtained.tier)
         except Exception as error:
             self._land(key)
             flight.set_exception(error)
@@ -271,7 +274,8 @@ class KernelSupply:
             attempts.append(self._no_service)
             return None
         try:
-            reply = self._transport.fetch_reply(spec, arch)
+            with span("fetch", spec, arch, tier="service"):
+                reply = self._transport.fetch_reply(spec, arch)
             self._require_trusted_reply(self._transport, reply.artifact.manifest)
         except ServiceError as error:
             _log.warning("kernel service: %s", error)
@@ -298,7 +302,8 @@ class KernelSupply:
             if self._builder is None:
                 self._builder = open_builder(store)
             builder = self._builder
-        built = builder.get_or_compile(spec, arch)
+        with span("compile", spec, arch, tier="compiled"):
+            built = builder.get_or_compile(spec, arch)
         try:
             require_own(built.artifact, render(spec), str(arch))
         except ArtifactError as error:
