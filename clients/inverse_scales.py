@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from mlaprep.clients.errors import KernelNotReady
 from mlaprep.clients.launch import cuda_driver
+from mlaprep.clients.tensors import dense, shape_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,26 +44,34 @@ _kept: Final[dict[tuple[int, int], _Kept]] = {}
 _fixed: Final[dict[int, _Fixed]] = {}
 
 
-def inverse_of(scale: "Tensor") -> "Tensor":
+def inverse_of(scale: "Tensor", name: str = "scale") -> "Tensor":
     """``1 / scale`` in fp32, rounded to nearest, on the scale's device and good on its current stream.
 
     One launch where the scale is new or was written since, or while its stream is being captured; else none.
+    Errors call the scale by ``name``.
+
+    Raises:
+        TypeError, ValueError: anything but one float32.
     """
-    state = _state(scale)
+    try:
+        state = _state(scale)
+    except (AttributeError, RuntimeError):  # no tensor, or one without memory
+        _check(name, scale)
+        raise
     fixed = _fixed.get(id(scale))
     if fixed is not None and fixed.state == state:
         return fixed.inverse
     if _is_capturing(scale):
-        return _reciprocal(scale)
+        return _reciprocal(name, scale)
     if fixed is not None:
         return fix_scale(scale)
     if state[0] is None:  # an inference tensor has no version to know a change by
-        return _reciprocal(scale)
+        return _reciprocal(name, scale)
     key = (id(scale), _stream(scale))
     kept = _kept.get(key)
     if kept is not None and kept.scale() is scale and kept.state == state:
         return kept.inverse
-    inverse = _reciprocal(scale)
+    inverse = _reciprocal(name, scale)
     _kept[key] = _Kept(weakref.ref(scale, lambda _: _kept.pop(key, None)), state, inverse)
     return inverse
 
@@ -75,29 +84,40 @@ def fix_scale(scale: "Tensor") -> "Tensor":
     device. A scale and its inverse are kept for the life of the process.
 
     Raises:
+        TypeError, ValueError: anything but one float32.
         KernelNotReady: the device's stream is being captured.
     """
     import torch
 
+    _check("scale", scale)
     if _is_capturing(scale):
         raise KernelNotReady(
             "asked to fix a scale while its device's stream is being captured; call fix_scale before the capture"
         )
     fixed = _fixed.get(id(scale))
     if fixed is None:
-        inverse = _reciprocal(scale)
+        inverse = _reciprocal("scale", scale)
     else:
         inverse = fixed.inverse
-        inverse.copy_(_reciprocal(scale))
+        inverse.copy_(_reciprocal("scale", scale))
     if scale.is_cuda:
         torch.cuda.current_stream(scale.device).synchronize()
     _fixed[id(scale)] = _Fixed(scale, _state(scale), inverse)
     return inverse
 
 
-def _reciprocal(scale: "Tensor") -> "Tensor":
+def _check(name: str, scale: object) -> None:
     import torch
 
+    found = dense(name, scale, (torch.float32,), "of one element")
+    if found.numel() != 1:
+        raise shape_error(name, found, "one element")
+
+
+def _reciprocal(name: str, scale: "Tensor") -> "Tensor":
+    import torch
+
+    _check(name, scale)
     # Not an inference tensor, which could not be renewed outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
         return torch.reciprocal(scale)

@@ -54,7 +54,7 @@ def concat_and_cache_mla(
     if not _holds_rows(kv_cache):
         return
     tokens = len(slots)
-    options = {"kv_scale_inv": _inverse("scale", scale)} if layout == "fp8" else {}
+    options = {"kv_scale_inv": inverse_of(scale)} if layout == "fp8" else {}
     latent = (_first(kv_c, tokens), _first(k_pe, tokens), kv_cache, slots)
     _prepare(None, None, *latent, client=client, layout=layout, write_q=False, **options)
 
@@ -85,7 +85,7 @@ def decode_concat_quant_fp8(
     """
     if scale_ub is not None:
         raise ValueError("scale_ub: given beside a static scale, which it cannot bound; leave it out")
-    inverse = _inverse("scale", scale)
+    inverse = inverse_of(scale)
     nothing = (None, None, None, None)
     query = _prepare(decode_ql_nope, decode_q_pe, *nothing, client=client, write_kv=False, q_scale_inv=inverse)
     assert query is not None
@@ -139,13 +139,13 @@ def concat_cache_and_quant_mla(
     elif layout == "ds_mla":
         options["query_dtype"] = "e4m3" if quantizes else "input"
     if quantizes:
-        options["q_scale_inv"] = _inverse("q_scale", q_scale)
+        options["q_scale_inv"] = inverse_of(q_scale, "q_scale")
     latent: tuple[Any, ...] = (_first(kv_c, tokens), _first(k_pe, tokens), kv_cache, slots[:tokens])
     writes = _holds_rows(kv_cache)
     if not writes:
         latent = (None, None, None, None)
     elif layout == "fp8":
-        options["kv_scale_inv"] = _inverse("k_scale", k_scale)
+        options["kv_scale_inv"] = inverse_of(k_scale, "k_scale")
     query = _prepare(decode_ql_nope, decode_q_pe, *latent, client=client, write_kv=writes, **options)
     assert query is not None
     rest = slice(tokens, len(slots))
@@ -187,16 +187,6 @@ def _slots(slot_mapping: object) -> "Tensor":
 
     slots = dense("slot_mapping", slot_mapping, (torch.int64, torch.int32), "[T]")
     return slots if slots.dim() == 1 else slots.flatten()
-
-
-def _inverse(name: str, scale: object) -> "Tensor":
-    import torch
-
-    found = dense(name, scale, (torch.float32,), "of one element")
-    if found.numel() != 1:
-        raise shape_error(name, found, "one element")
-    # By the caller's own object, not by one that was detached: that is what an inverse is known by.
-    return inverse_of(scale)
 
 
 def _holds_rows(kv_cache: object) -> bool:

@@ -162,6 +162,21 @@ def test_the_signatures_are_those_that_vllm_calls() -> None:
     assert named(vllm.decode_concat_quant_fp8) == ["decode_ql_nope", "decode_q_pe", "scale", "scale_ub"]
 
 
+@pytest.mark.parametrize(("tokens", "width"), [(0, D), (T, 0), (1, D)])
+def test_no_tokens_and_no_rope_columns_will_do(tokens: int, width: int, client: EmulatedClient) -> None:
+    nope, rope, latent, keys = sources(tokens)
+    rope, keys = rope[..., :width], keys[..., :width]
+    slots, one = torch.arange(tokens), torch.tensor(1.0)
+    cache, other, wanted = (torch.zeros(BLOCKS, BLOCK, R + width, dtype=torch.uint8) for _ in range(3))
+    made = prepare_chain(nope, rope, latent, keys, wanted, slots)
+    query = vllm.concat_cache_and_quant_mla(nope, rope, latent, keys, cache, slots, "fp8", one, one, client=client)
+    assert same(query, made)
+    assert same(vllm.decode_concat_quant_fp8(nope, rope, one, client=client), made)
+    vllm.concat_and_cache_mla(latent, keys, other, slots, "fp8", one, client=client)
+    assert torch.equal(cache, wanted)
+    assert torch.equal(other, wanted)
+
+
 def test_what_cannot_be_is_named() -> None:
     nope, rope, latent, keys = sources()
     cache, slots, scale = pool("fp8"), torch.tensor(SLOTS), torch.tensor(1.0)
@@ -194,6 +209,13 @@ def test_what_cannot_be_is_named() -> None:
     with pytest.raises(ValueError, match="k_nope") as raised:
         write(kv_c=latent[:3], k_pe=keys[:3])
     assert "kv_c" in "".join(raised.value.__notes__)
+    for wrong in (1.0, torch.ones(2), torch.ones((), device="meta")):
+        with pytest.raises((TypeError, ValueError), match="scale"):
+            vllm.fix_scale(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="q_scale"):
+        both(q_scale=torch.ones(2))
+    with pytest.raises(TypeError, match="k_scale"):
+        both(k_scale=None)
     with pytest.raises(ValueError, match="scale_ub"):
         vllm.decode_concat_quant_fp8(nope, rope, scale, scale)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="slot_mapping"):
