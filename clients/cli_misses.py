@@ -87,13 +87,14 @@ def _table(rows: Sequence[Mapping[str, Any]], *, narrow: bool) -> Table:
     table.add_column("arch", min_width=7, no_wrap=True)
     table.add_column("times", justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
-    table.add_column("reasons")
+    if not narrow:
+        table.add_column("reasons", no_wrap=True)
     table.add_column("last seen", no_wrap=True)
     for row in rows:
         name = row["variant_id"].removeprefix(VARIANT_PREFIX) if narrow else row["variant_id"]
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in row["reasons"].items())
         state = Text(row["state"], style=_STATE_STYLES.get(row["state"], ""))
         last = row["last_seen"][5:16].replace("T", " ") if narrow else row["last_seen"]
-        cells = (Text(name, style="bold"), Text(row["arch"], style="cyan"), f"{row['count']:,}")
-        table.add_row(*cells, state, Text(reasons), Text(last))
+        cells = [Text(name, style="bold"), Text(row["arch"], style="cyan"), Text(f"{row['count']:,}"), state]
+        table.add_row(*cells, *([] if narrow else [Text(reasons)]), Text(last))
     return table

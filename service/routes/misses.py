@@ -89,10 +89,15 @@ async def list_misses(request: Request) -> Response:
 async def report_misses(request: Request) -> Response:
     """What workers do in the background. Nothing is built for it; a report with a bad entry is not counted at all."""
     read_query(request)
-    reports = _reports(await read_json(request))
+    body = await read_json(request)
     service = service_of(request)
-    recorded, ignored = await in_thread(service.misses.record, reports, limiter=service.reading)
-    return json_response({"recorded": recorded, "ignored": ignored})
+    # Off the event loop: reading 256 variant ids takes 30 ms.
+    return json_response(await in_thread(_record, service.misses, body, limiter=service.reading))
+
+
+def _record(misses: Misses, body: Any) -> dict[str, int]:
+    recorded, ignored = misses.record(_reports(body))
+    return {"recorded": recorded, "ignored": ignored}
 
 
 def _page(

@@ -46,6 +46,14 @@ def test_a_table(service: FakeService) -> None:
     assert str(service.requests[0].url) == f"{URL}/v1/misses?order=last_seen&limit=1&arch=sm_100a"
 
 
+def test_on_a_narrow_terminal_every_miss_has_one_line(service: FakeService) -> None:
+    answer(service, {"misses": [ROW] * 3, "total": 3, "next_cursor": None})
+    shown = CliRunner().invoke(app, ["misses", "--url", URL], env={"COLUMNS": "80"})
+    lines = [line for line in shown.stdout.splitlines() if "h12-r512-d64-bf16-fp8-norope-i64-pdl" in line]
+    assert len(lines) == 3 == len(shown.stdout.splitlines()) - 2
+    assert all("missing" in line and "01-31 12:34" in line for line in lines)
+
+
 def test_json(service: FakeService) -> None:
     answer(service, {"misses": [ROW], "total": 1, "next_cursor": None})
     assert json.loads(run("--json").stdout) == {"misses": [ROW], "total": 1}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_kit import Client, ClientMaker, ServerMaker
+from service_kit import Client, ClientMaker, ServerMaker, wait_for
 
 from mlaprep.kernels_cache.disk import DiskStore
 from mlaprep.kernels_cache.store import MemoryStore, TieredStore
@@ -178,9 +178,9 @@ class TestFile:
         monkeypatch.setattr(module, "SAVE_S", 0.01)
         misses = Misses(DiskStore(tmp_path / "cache").root)
         misses.record(reports(range(1, 2))[:3])
-        while misses._timer is not None:
-            threading.Event().wait(0.01)
-        assert len(json.loads((tmp_path / "cache" / FILE).read_text())["misses"]) == 3
+        file = tmp_path / "cache" / FILE
+        wait_for(file.exists)
+        assert len(json.loads(file.read_text())["misses"]) == 3
 
     def test_processes_that_share_a_directory_show_the_sum(self, tmp_path: Path) -> None:
         folder = DiskStore(tmp_path / "cache").root
