@@ -4,29 +4,27 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from mlaprep.clients.errors import ArtifactRejected, ServiceUnreachable
+from mlaprep.clients.wire import Answer
 from mlaprep.kernels_cache.strict_json import parse_strict
 from mlaprep.templates.errors import FieldProblem
-
-if TYPE_CHECKING:
-    import httpx
 
 MAX_REPLY_BYTES: Final = 16 * 2**20
 
 
-def read_body(response: "httpx.Response", deadline: float) -> bytes:
+def read_body(answer: Answer, deadline: float) -> bytes:
     """The body, its bytes counted and the clock watched.
 
     Raises:
         ArtifactRejected: a body that is compressed or too long.
         ServiceUnreachable: a body that takes too long.
     """
-    if response.headers.get("content-encoding", "identity") != "identity":
+    if answer.header("content-encoding") not in ("", "identity"):
         raise ArtifactRejected("the service sent a compressed reply that was not asked for")
     chunks, size = [], 0
-    for chunk in response.iter_bytes():
+    for chunk in answer.chunks():
         size += len(chunk)
         if size > MAX_REPLY_BYTES:
             raise ArtifactRejected(f"the service sent more than {MAX_REPLY_BYTES} bytes for one kernel")
@@ -66,9 +64,9 @@ def field_problems(problem: Mapping[str, Any]) -> Iterator[FieldProblem]:
             yield FieldProblem(*(plain(str(word)) for word in words))
 
 
-def retry_after(response: "httpx.Response") -> float:
+def retry_after(answer: Answer) -> float:
     """Seconds of a ``Retry-After`` header, 0 where there is none."""
-    text = response.headers.get("retry-after", "")
+    text = answer.header("retry-after")
     return float(text) if re.fullmatch(r"[0-9]{1,6}", text) else 0.0
 
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from mlaprep.clients.errors import ArtifactRejected, ServiceError, ServiceRefused, ServiceUnreachable
 from mlaprep.clients.replies import field_problems, parse_json, plain, problem_of, read_body, retry_after
+from mlaprep.clients.wire import Answer, Wire, WireError, open_wire
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.errors import ArtifactError
 from mlaprep.kernels_cache.forks import forget_when_forked
@@ -33,7 +34,6 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT_S: Final = 10.0
 """Seconds that one fetch may take in all: name look-up, every attempt, and the reply's last byte."""
 
-CONNECT_TIMEOUT_S: Final = 2.0
 COOL_DOWN_S: Final = 15.0
 """Seconds for which a service that did not answer is not asked again."""
 
@@ -71,14 +71,14 @@ class RestTransport:
         url: base address, ``http://`` or ``https://``.
         token: bearer token, where the service asks for one.
         timeout: seconds that one fetch may take in all.
-        transport: replaces the network, in tests.
+        transport: an httpx transport that replaces the network, in tests.
 
     Raises:
         SpecError: a URL or token that cannot be used. It is not echoed.
     """
 
     _lock: threading.Lock
-    _http: "httpx.Client | None"
+    _wire: Wire | None
     _down_until: float
     _read_only_until: float
     _build_refusal: str
@@ -158,14 +158,14 @@ class RestTransport:
     def close(self) -> None:
         """Close connections; the transport opens new ones when it is used again."""
         with self._lock:
-            http, self._http = self._http, None
-        if http is not None and self._transport is None:
-            http.close()
+            wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
 
     def forget(self) -> None:
         """Drop connections and what is remembered of the service, without closing a parent's sockets."""
         self._lock = threading.Lock()
-        self._http = None
+        self._wire = None
         self._down_until = 0.0
         self._read_only_until = 0.0
         self._build_refusal = ""
@@ -226,58 +226,43 @@ class RestTransport:
     def _ask_once(
         self, method: str, path: str, deadline: float, statuses: Container[int], content: bytes | None = None
     ) -> bytes:
-        import httpx
-
         left = deadline - time.monotonic()
         if left <= 0:
             raise ServiceUnreachable(f"{self.url}: no time left to ask")
-        timeout = httpx.Timeout(left, connect=min(left, CONNECT_TIMEOUT_S))
-        headers = None if content is None else {"content-type": "application/json"}
+        headers = {"accept": "application/json", "accept-encoding": "identity", "user-agent": "mlaprep"}
+        if self._token is not None:
+            headers["authorization"] = f"Bearer {self._token}"
+        if content is not None:
+            headers["content-type"] = "application/json"
         try:
-            with self._client().stream(
-                method, self.url + path, timeout=timeout, content=content, headers=headers
-            ) as response:
-                body = read_body(response, deadline)
-        except httpx.TransportError as error:
-            found = plain(str(error) or type(error).__name__)
-            raise ServiceUnreachable(f"{self.url} cannot be reached: {found}") from error
-        except RuntimeError as error:  # httpx, where another fetch met its deadline and closed the connections
-            raise ServiceUnreachable(f"{self.url}: the connection was closed") from error
-        if response.status_code in statuses:
+            with self._open_wire().ask(method, path, headers, content, left) as answer:
+                body = read_body(answer, deadline)
+        except WireError as error:
+            raise ServiceUnreachable(f"{self.url} cannot be reached: {plain(str(error))}") from error
+        if answer.status in statuses:
             return body
-        self._refuse(response, body)
+        self._refuse(answer, body)
 
-    def _client(self) -> "httpx.Client":
-        import httpx
-
+    def _open_wire(self) -> Wire:
         with self._lock:
-            if self._http is None:
-                parts = urlsplit(self.url)
-                headers = {"accept": "application/json", "accept-encoding": "identity", "user-agent": "mlaprep"}
-                if self._token is not None:
-                    headers["authorization"] = f"Bearer {self._token}"
-                self._http = httpx.Client(
-                    headers=headers,
-                    transport=self._transport,
-                    verify=parts.scheme == "https",  # loading the trust store takes 30 ms
-                    trust_env=parts.hostname not in ("127.0.0.1", "localhost", "::1"),  # no proxy to loopback
-                )
-            return self._http
+            if self._wire is None:
+                self._wire = open_wire(self.url, self._transport)
+            return self._wire
 
-    def _refuse(self, response: "httpx.Response", body: bytes) -> NoReturn:
-        status = response.status_code
+    def _refuse(self, answer: Answer, body: bytes) -> NoReturn:
+        status = answer.status
         problem = problem_of(body)
         told = ": ".join(plain(problem[key]) for key in ("title", "detail") if isinstance(problem.get(key), str))
         message = f"{self.url} answered {status}" + (f", {told}" if told else "")
         kind = problem.get("type")
         if status in _TRANSIENT and not (isinstance(kind, str) and kind.startswith(_PROBLEM_TYPE)):
-            raise ServiceUnreachable(message, retry_after=retry_after(response))  # a proxy, not the service
+            raise ServiceUnreachable(message, retry_after=retry_after(answer))  # a proxy, not the service
         raise ServiceRefused(
             message + _ADVICE.get(status, ""),
             status=status,
             problem=plain(kind).removeprefix(_PROBLEM_TYPE) if isinstance(kind, str) else "",
             problems=tuple(field_problems(problem)),
-            retry_after=retry_after(response),
+            retry_after=retry_after(answer),
         )
 
     def _verified(self, body: bytes, spec: KernelSpec, arch: Arch, path: str, deadline: float) -> Reply:

@@ -463,7 +463,7 @@ class TestConfiguration:
 
     def test_pickles_as_its_configuration(self, spec: KernelSpec, arch: Arch) -> None:
         transport = RestTransport("http://kernels/", "secret", timeout=3)
-        transport._client()
+        transport._open_wire()
         again = pickle.loads(pickle.dumps(transport))
         assert (again.url, again.timeout, again._token) == ("http://kernels", 3, "secret")
-        assert again._http is None
+        assert again._wire is None
