@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import typer
 from rich.text import Text
 
-from mlaprep.clients import cli_cache, cli_kernels, cli_keys, cli_misses
+from mlaprep.clients import cli_bundle, cli_cache, cli_kernels, cli_keys, cli_misses
 from mlaprep.clients.cli_inspect import Against, Resources, Sass, Save, View
 from mlaprep.clients.cli_kernels import bring, look, report
 from mlaprep.clients.cli_options import (
@@ -129,6 +129,7 @@ app.command("fetch")(cli_kernels.fetch)
 app.command("gc")(cli_cache.gc)
 app.command("misses")(cli_misses.misses)
 app.add_typer(cli_keys.app, name="keys")
+app.add_typer(cli_bundle.app, name="bundle")
 
 
 @app.command()

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from mlaprep.clients.cli_options import Json, Token, Url
 from mlaprep.clients.cli_output import FULL_TABLE_WIDTH, VARIANT_PREFIX, print_json, reports_errors, stderr, stdout
-from mlaprep.clients.errors import ArtifactRejected, FieldProblem, SpecError
+from mlaprep.clients.client import offline_by_environment
+from mlaprep.clients.errors import ArtifactRejected, FieldProblem, KernelUnavailable, SpecError
 from mlaprep.clients.replies import plain
 from mlaprep.clients.rest import RestTransport
 from mlaprep.templates.arch import Arch
@@ -32,6 +33,8 @@ def misses(
     if not url:
         raise SpecError(FieldProblem("url", "nothing", "--url http://host:port, or MLAPREP_URL"))
     wanted = "" if arch is None else f"&arch={Arch(arch)}"
+    if offline_by_environment():
+        raise KernelUnavailable("offline (MLAPREP_OFFLINE), so no service was asked what its workers lacked")
     transport = RestTransport(url, token)
     try:
         page = transport.document(f"/v1/misses?order={'last_seen' if latest else 'count'}&limit={limit}{wanted}")

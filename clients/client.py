@@ -5,6 +5,7 @@ import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
+from mlaprep.clients.bundles import Bundles, bundles_by_environment
 from mlaprep.clients.decisions import Decisions
 from mlaprep.clients.errors import ArtifactRejected, DriverError, KernelNotReady, KernelUnavailable
 from mlaprep.clients.misses import MissReporter, reports_by_environment
@@ -65,6 +66,7 @@ class KernelClient:
             Either way the capture stays valid.
         offline: never open a socket; ``MLAPREP_OFFLINE=1`` by default.
         timeout: seconds that the service may take for one kernel, in all.
+        bundles: archives of kernels to read below the store; those of ``MLAPREP_BUNDLE`` by default.
         trusted_keys: public keys (``ed25519:…``) or files of them, of which one must have signed every kernel that
             is not compiled in this process; those of ``MLAPREP_TRUSTED_KEYS`` by default. Unsigned kernels are taken
             only where neither is given.
@@ -90,6 +92,7 @@ class KernelClient:
         trusted_keys: Pins = None,
         on_cold_capture: OnColdCapture = "error",
         report_misses: bool | None = None,
+        bundles: Iterable[str | os.PathLike[str]] | None = None,
     ) -> None:
         for name, value, words in (
             ("on_miss", on_miss, get_args(OnMiss)),
@@ -105,7 +108,9 @@ class KernelClient:
             transport = RestTransport(url, token, timeout=timeout)
         if report_misses is None:
             report_misses = reports_by_environment()
-        self._configure(on_miss, offline, transport, store, pinned_keys(trusted_keys), on_cold_capture, report_misses)
+        paths = bundles_by_environment(os.environ) if bundles is None else tuple(bundles)
+        pins = pinned_keys(trusted_keys)
+        self._configure(on_miss, offline, transport, store, pins, on_cold_capture, report_misses, paths)
 
     def _configure(
         self,
@@ -116,6 +121,7 @@ class KernelClient:
         trusted_keys: TrustedKeys | None,
         on_cold_capture: OnColdCapture,
         report_misses: bool,
+        bundles: tuple[str | os.PathLike[str], ...],
     ) -> None:
         self.on_miss = on_miss
         self.on_cold_capture = on_cold_capture
@@ -130,6 +136,7 @@ class KernelClient:
         self.report_misses = report_misses
         self.misses = MissReporter(transport if report_misses and not offline else None, self.tally)
         """Tells the service of kernels that were lacking."""
+        self._bundles = bundles
         self._supply = KernelSupply(
             self._open_store,
             None if offline else transport,
@@ -138,6 +145,7 @@ class KernelClient:
             tally=self.tally,
             trusted_keys=trusted_keys,
             on_miss=self.misses.report,
+            bundles=Bundles(bundles),
         )
         self._serving: dict[tuple[KernelSpec, int], KernelHandle | None] = {}
         self._refusals: dict[tuple[KernelSpec, int], FallbackReason] = {}
@@ -405,7 +413,7 @@ class KernelClient:
         choices = {"on_miss": self.on_miss, "on_cold_capture": self.on_cold_capture, "offline": self.offline}
         return choices | {
             "transport": self._transport, "store": self._given_store, "trusted_keys": self._trusted_keys,
-            "report_misses": self.report_misses,
+            "report_misses": self.report_misses, "bundles": self._bundles,
         }  # fmt: skip
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, get_args
 
 from mlaprep.clients.errors import ArtifactRejected, DriverError, MlaprepError
 
-Tier = Literal["memory", "disk", "service", "compiled"]
+Tier = Literal["memory", "disk", "bundle", "service", "compiled"]
 """The place that had a kernel; ``compiled`` is this machine."""
 
 FallbackReason = Literal[
@@ -36,11 +36,12 @@ def _none_yet() -> dict[FallbackReason, int]:
 
 @dataclass(frozen=True, slots=True)
 class ClientStats:
-    """Counts since the client was made, or since the fork that made this process. The first four are kernels by
+    """Counts since the client was made, or since the fork that made this process. The first five are kernels by
     the place that had them."""
 
     memory: int = 0
     disk: int = 0
+    bundle: int = 0
     service: int = 0
     compiled: int = 0
     unavailable: int = 0
@@ -72,7 +73,7 @@ class ClientStats:
     @property
     def hits(self) -> int:
         """Kernels that were had without compiling here."""
-        return self.memory + self.disk + self.service
+        return self.memory + self.disk + self.bundle + self.service
 
     def to_dict(self) -> dict[str, Any]:
         """Every count by name, as JSON values."""

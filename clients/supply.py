@@ -1,4 +1,4 @@
-"""KernelSupply: a kernel from the nearest place that has it: process memory, local store, service, a compile here."""
+"""KernelSupply: a kernel from the nearest place that has it: process memory, local store, bundles, service, compile."""
 
 import contextlib
 import logging
@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from mlaprep.clients.bundles import Bundles
 from mlaprep.clients.errors import ArtifactRejected, KernelUnavailable, MlaprepError, ServiceError
 from mlaprep.clients.misses import MissReason
 from mlaprep.clients.rest import RestTransport
@@ -74,6 +75,7 @@ class KernelSupply:
         trusted_keys: a kernel that none of them signed is refused, from wherever it comes; all are taken where
             this is None. What is compiled here is ours: it is used, and since nobody signed it, kept in memory only.
         on_miss: told of each kernel that was built in no place, and what came of it.
+        bundles: archives to look in below the local store; what is had from them is not copied there.
     """
 
     _lock: threading.Lock
@@ -92,6 +94,7 @@ class KernelSupply:
         tally: Tally | None = None,
         trusted_keys: TrustedKeys | None = None,
         on_miss: Callable[[KernelSpec, Arch, MissReason], None] = lambda spec, arch, reason: None,
+        bundles: Bundles | None = None,
     ) -> None:
         self._open_store = open_store
         self._transport = transport
@@ -100,6 +103,7 @@ class KernelSupply:
         self.tally = tally or Tally()
         self._trusted_keys = trusted_keys
         self._on_miss = on_miss
+        self._bundles = bundles or Bundles()
         self.forget()
 
     def forget(self) -> None:
@@ -197,12 +201,15 @@ class KernelSupply:
         refusals: list[ArtifactRejected] = []
         if (artifact := self._from_store(request, spec, arch, refusals)) is not None:
             return self._count("disk", artifact, cached=True)
+        troubles: list[str] = []
+        if (artifact := self._from_bundles(spec, arch, refusals, troubles)) is not None:
+            return self._count("bundle", artifact, cached=True)
         with self.store.key_lock(request, LOCK_TIMEOUT_S):
             # Whoever held the lock before may have brought it.
             if (artifact := self._from_store(request, spec, arch, refusals)) is not None:
                 return self._count("disk", artifact, cached=True)
             cause: MlaprepError | None = refusals[-1] if refusals else None
-            attempts = ["not in the local store" if cause is None else str(cause)]
+            attempts = [*dict.fromkeys(map(str, refusals)), *troubles] or ["not in the local store"]
             try:
                 if (obtained := self._from_service(spec, arch, attempts)) is not None:
                     self._keep(request, obtained.artifact)
@@ -235,7 +242,7 @@ class KernelSupply:
         self.tally.add("unavailable")
         self._on_miss(spec, arch, "rejected" if isinstance(cause, ArtifactRejected) else "unavailable")
         if isinstance(cause, ArtifactRejected):
-            raise cause
+            raise ArtifactRejected("; ".join(attempts), reason=cause.reason) from cause.__cause__
         raise KernelUnavailable(
             f"no kernel {spec.variant_id} for {arch}: {'; '.join(attempts)}. Build it ahead with "
             f"`mlaprep compile --variant {spec.variant_id} --arch {arch}`, or set MLAPREP_URL to a service that has it",
@@ -268,6 +275,25 @@ class KernelSupply:
             self.tally.add("rejected")
             return None
         return artifact
+
+    def _from_bundles(
+        self, spec: KernelSpec, arch: Arch, refusals: list[ArtifactRejected], troubles: list[str]
+    ) -> KernelArtifact | None:
+        """The first that is this release's and trusted, among the archives' kernels of the spec."""
+        for artifact in self._bundles.find(spec.variant_id, str(arch), troubles):
+            try:
+                require_own(artifact, render(spec), str(arch))
+                self._require_trusted(artifact.manifest)
+            except ArtifactError as error:
+                if error.reason in UNTRUSTED:
+                    refusals.append(ArtifactRejected(f"bundle: {error}", reason=error.reason))
+                else:
+                    troubles.append(f"bundle: {error}")
+                _log.warning("bundle: the kernel %s for %s was refused: %s", spec.variant_id, arch, error)
+                self.tally.add("rejected")
+            else:
+                return artifact
+        return None
 
     def _from_service(self, spec: KernelSpec, arch: Arch, attempts: list[str]) -> Obtained | None:
         if self._transport is None:

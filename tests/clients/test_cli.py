@@ -475,6 +475,7 @@ def test_B043_offline_commands_open_no_socket(run: Run, monkeypatch: pytest.Monk
     options = [*KIMI, "--arch", "sm_90a", "--url", "http://kernels.test"]
     for command in ("fetch", "compile"):
         assert "offline" in run(command, *options, exit_code=3).stderr
+    assert "offline" in run("misses", "--url", "http://kernels.test", exit_code=3).stderr
     assert "MLAPREP_OFFLINE" in run("doctor", "--url", "http://kernels.test").stdout
 
 

@@ -44,8 +44,8 @@ class TestCounts:
     def test_a_document_has_every_count_and_is_json(self) -> None:
         document = json.loads(json.dumps(ClientStats().to_dict()))
         assert set(document) == {
-            "memory", "disk", "service", "compiled", "unavailable", "rejected", "service_errors", "fallbacks", "loads",
-            "specialisations", "specialisation_limit", "layouts", "verified", "verify_failures", "unverified",
+            "memory", "disk", "bundle", "service", "compiled", "unavailable", "rejected", "service_errors", "fallbacks",
+            "loads", "specialisations", "specialisation_limit", "layouts", "verified", "verify_failures", "unverified",
             "misses_reported", "misses_dropped",
         }  # fmt: skip
         assert document["fallbacks"] == dict.fromkeys(FALLBACK_REASONS, 0)

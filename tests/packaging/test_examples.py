@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import no_network
+
 
 def run(*command: str | Path, cwd: Path) -> str:
     # Not a cache of an earlier test: the second run of an example must find what its first run left.
@@ -37,3 +39,25 @@ def test_vllm_plugin_plugs_into_stand_ins(root: Path, tmp_path: Path) -> None:
 def test_every_example_is_run_here(root: Path) -> None:
     here = Path(__file__).read_text()
     assert not [path.name for path in (root / "examples").glob("*.py") if f'"{path.name}"' not in here]
+
+
+def test_the_air_gapped_round_needs_no_network(root: Path, tmp_path: Path) -> None:
+    """Made, verified, installed on an empty cache, its signature checked: where any socket ends the process."""
+    (tmp_path / "hooks").mkdir()
+    environ = no_network.environment(tmp_path / "hooks") | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, root / "examples" / "air_gapped.py", tmp_path / "round"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 kernels good; signatures checked" in done.stdout
+    assert " from disk, ed25519:" in done.stdout
+    assert " from bundle, ed25519:" in done.stdout
+    first = (tmp_path / "round" / "kernels.tar").read_bytes()
+    subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, check=True)
+    assert (tmp_path / "round" / "kernels.tar").read_bytes() == first
+
+
+def test_the_ban_on_the_network_bites(tmp_path: Path) -> None:
+    environ = no_network.environment(tmp_path)
+    for script in ("import socket; socket.socket()", "import socket; socket.getaddrinfo('localhost', 1)"):
+        done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr.split(":")[0]) == (99, "network")

@@ -1,0 +1,49 @@
+"""Bundles: the archives of kernels that a client reads from, below its local store."""
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+from mlaprep.kernels_cache.artifact import KernelArtifact
+from mlaprep.kernels_cache.bundle import Bundle
+from mlaprep.kernels_cache.errors import BundleError
+
+VARIABLE: Final = "MLAPREP_BUNDLE"
+
+_log: Final = logging.getLogger(__name__)
+
+
+def bundles_by_environment(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The paths in ``MLAPREP_BUNDLE``, between colons; none where it is not set or empty."""
+    return tuple(path for path in environ.get(VARIABLE, "").split(":") if path)
+
+
+class Bundles:
+    """Archives, each looked into once, when a kernel is first looked for.
+
+    One that is missing, damaged or writable by others is no error: a warning says so once, ``troubles`` says so each
+    time, and it is looked for again with the next kernel.
+    """
+
+    def __init__(self, paths: Iterable[str | os.PathLike[str]] = ()) -> None:
+        self.paths = tuple(os.fspath(path) for path in paths)
+        self._opened: dict[str, Bundle] = {}
+        self._told: set[str] = set()
+
+    def find(self, variant_id: str, arch: str, troubles: list[str]) -> Iterator[KernelArtifact]:
+        """The kernels of a variant, whole and verified, of the first archive first; what went wrong goes to
+        ``troubles``."""
+        for path in self.paths:
+            try:
+                bundle = self._opened.get(path)
+                if bundle is None:
+                    bundle = self._opened[path] = Bundle.open(path, private=True)
+                for key in bundle.keys(variant_id, arch):
+                    yield bundle.read(key)
+            except BundleError as error:
+                self._opened.pop(path, None)  # it may have been replaced by a good one
+                troubles.append(f"bundle {error}")
+                if path not in self._told:
+                    self._told.add(path)
+                    _log.warning("a bundle is left out: %s", error)
