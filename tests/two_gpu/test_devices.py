@@ -12,7 +12,7 @@ import torch
 from kernel.devices import Gpu
 from two_gpu.batches import POISON, Batch, CountingDriver, batch_spec, synchronize
 
-from mlaprep.clients import KernelClient, prepare
+from mlaprep.clients import KernelClient, explain, prepare
 from mlaprep.clients.errors import DriverError, KernelNotReady
 from mlaprep.clients.handle import KernelHandle
 from mlaprep.clients.reference import prepare_chain
@@ -69,6 +69,21 @@ def test_B058_prepare_on_a_device_that_is_not_current(
         assert batch.right(query)
         assert client.stats().unavailable == 0
         assert all(handle is not None for handle in client._serving.values())
+
+
+def test_B058_explained_and_verified_on_a_device_that_is_not_current(
+    place: torch.device, store: DiskStore, libcuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = Batch(place)
+    monkeypatch.setenv("MLAPREP_VERIFY", "1")
+    with KernelClient(store=store, on_miss="compile", offline=True) as client:
+        before = state(libcuda)
+        assert "not loaded yet" in str(explain(*batch.operands(), client=client))
+        query = prepare(*batch.operands(), client=client, graph_key="verify")
+        assert f"loaded on {place}" in str(explain(*batch.operands(), client=client, graph_key="verify"))
+        assert state(libcuda) == before
+        assert batch.right(query)
+        assert client.stats().verified == 1
 
 
 def test_B058_a_thousand_calls_on_both_devices_in_turn(
