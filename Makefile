@@ -17,7 +17,7 @@ bin := $(VENV)/bin
 # --prefer-binary: a release without a wheel is no reason to start a compiler. -qq: hints about mirrors are noise.
 pip := $(bin)/python -m pip install -qq --disable-pip-version-check --prefer-binary -c requirements.lock
 # A stamp names what it was installed from, so an environment is renewed when that changes, and only then.
-inputs := $(shell cat pyproject.toml requirements.lock | sha256sum | cut -c1-16)
+inputs := $(shell cat pyproject.toml requirements.lock clients/_layouts.c | sha256sum | cut -c1-16)
 runtime := $(VENV)/.runtime-$(inputs)
 develop := $(VENV)/.develop-$(inputs)
 
@@ -37,6 +37,7 @@ $(runtime): | $(bin)/python
 
 # torch is the reference that the kernel's bytes are compared with; only tests and benchmarks need it.
 $(develop): | $(bin)/python
+	@tests/install-tools
 	@echo "Installing the development tools and torch into $(VENV) …"
 	@$(pip) -e '.[dev]' torch
 	@rm -f $(VENV)/.develop-* && touch $@ $(runtime)
@@ -58,7 +59,6 @@ check: $(develop)
 	@$(bin)/lint-imports --no-logo
 
 test: $(develop)
-	@tests/install-tools
 	@$(bin)/pytest -n 2 --dist loadfile $(ARGS)
 
 # What a change to a template does to bytes, registers and machine code, beside the last saved run.

@@ -13,6 +13,7 @@ from mlaprep.clients.named import as_arch, as_named, as_spec
 from mlaprep.clients.outlook import Outlook, foresee, known
 from mlaprep.clients.pins import Pins, pinned_keys
 from mlaprep.clients.rest import DEFAULT_TIMEOUT_S, RestTransport
+from mlaprep.clients.specialise import MAX_SPECIALISATIONS, Specialisations
 from mlaprep.clients.stats import ClientStats, FallbackReason, Tally, Tier, reason_of
 from mlaprep.clients.supply import KernelBuilder, KernelSupply, Obtained
 from mlaprep.clients.switches import Switches
@@ -23,7 +24,7 @@ from mlaprep.kernels_cache.opening import open_default_store
 from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.kernels_cache.trust import TrustedKeys
 from mlaprep.templates.arch import Arch
-from mlaprep.templates.environment import read_switch
+from mlaprep.templates.environment import read_count, read_switch
 from mlaprep.templates.errors import FieldProblem, SpecError
 from mlaprep.templates.fields import describe
 from mlaprep.templates.spec import KernelSpec
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from mlaprep.clients.handle import KernelHandle
     from mlaprep.clients.launch import KernelDriver
+    from mlaprep.clients.layouts import LayoutTable
     from mlaprep.clients.prepared import PreparedLaunch
     from mlaprep.clients.readiness import Progress, ReadinessReport
     from mlaprep.clients.wanted import Wanted
@@ -72,6 +74,8 @@ class KernelClient:
             only where neither is given.
         report_misses: tell the service, in the background, what was asked for and not built;
             ``MLAPREP_REPORT_MISSES`` by default, which is on where it is not set.
+        max_specialisations: kernels with strides compiled in that ``prepare`` may ask for; further layouts get the
+            kernel that takes strides at launch. ``MLAPREP_MAX_SPECIALISATIONS`` by default, else 32.
 
     Raises:
         SpecError: an ``on_miss``, ``on_cold_capture``, URL or token that cannot be used, an ``MLAPREP_OFFLINE``,
@@ -93,6 +97,7 @@ class KernelClient:
         on_cold_capture: OnColdCapture = "error",
         report_misses: bool | None = None,
         bundles: Iterable[str | os.PathLike[str]] | None = None,
+        max_specialisations: int | None = None,
     ) -> None:
         for name, value, words in (
             ("on_miss", on_miss, get_args(OnMiss)),
@@ -110,7 +115,11 @@ class KernelClient:
             report_misses = reports_by_environment()
         paths = bundles_by_environment(os.environ) if bundles is None else tuple(bundles)
         pins = pinned_keys(trusted_keys)
-        self._configure(on_miss, offline, transport, store, pins, on_cold_capture, report_misses, paths)
+        if max_specialisations is None:
+            max_specialisations = read_count("MLAPREP_MAX_SPECIALISATIONS", os.environ, MAX_SPECIALISATIONS)
+        self._configure(
+            on_miss, offline, transport, store, pins, on_cold_capture, report_misses, paths, max_specialisations
+        )
 
     def _configure(
         self,
@@ -122,6 +131,7 @@ class KernelClient:
         on_cold_capture: OnColdCapture,
         report_misses: bool,
         bundles: tuple[str | os.PathLike[str], ...],
+        max_specialisations: int,
     ) -> None:
         self.on_miss = on_miss
         self.on_cold_capture = on_cold_capture
@@ -152,7 +162,8 @@ class KernelClient:
         self._handles: dict[tuple[KernelSpec, Arch], KernelHandle] = {}
         self.decisions = Decisions()
         """Paths that captured shapes took."""
-        self.prepared: dict[tuple[object, ...], PreparedLaunch] = {}
+        self._specialisations = Specialisations(max_specialisations)
+        self.layouts: LayoutTable | None = None
         """Launches that ``prepare`` made through this client, by layout. A call that took the chain is not
         among them, since :meth:`load` may change its path."""
         forget_when_forked(self)
@@ -285,16 +296,35 @@ class KernelClient:
         specs = wanted_specs(what, tp, **fields)
         return make_ready(self, specs, devices, None if arch is None else as_arch(arch), progress, strict)
 
-    def serving_handle(self, spec: KernelSpec, device: int) -> "KernelHandle | None":
+    def remember(
+        self, positional: tuple[Any, ...], keywords: dict[str, Any], slots: tuple[int, ...], plan: "PreparedLaunch"
+    ) -> None:
+        """Have calls like this one launched from :attr:`layouts`; arguments as for :meth:`LayoutTable.add`."""
+        if self.layouts is None:
+            from mlaprep.clients.layouts import open_layout_table
+
+            self.layouts = open_layout_table()
+        self.layouts.add(positional, keywords, slots, plan)
+
+    def serving_handle(self, spec: KernelSpec, device: int, general: KernelSpec | None = None) -> "KernelHandle | None":
         """The handle loaded on a device, loading it the first time; None where it is to be the unfused chain.
 
         None is remembered, so that one shape does not change its path while it is served; :meth:`load`
-        changes it. The look-up of what is known takes no lock and does no I/O.
+        changes it. The look-up of what is known takes no lock and does no I/O. ``general`` is a spec that takes
+        the same calls: it serves where ``spec`` is not to be had, is one too many, or would have to be loaded
+        while the stream is being captured.
 
         Raises:
             KernelNotReady: not known yet, and the device's stream is being captured.
             KernelUnavailable, ArtifactRejected, DriverError: no kernel, under ``on_miss="error"``.
         """
+        chosen = self.serving_spec(spec, device, general)
+        if general is not None and chosen != general:
+            handle = self._specialised(spec, device, general)
+            if handle is not None:
+                return handle
+            chosen = general
+        spec = chosen
         try:
             handle = self._serving[spec, device]
         except KeyError:
@@ -312,6 +342,32 @@ class KernelClient:
             return foresee(spec, device, self._supply, self.on_miss, store_exists=exists)
         return known(handle, self._refusals.get((spec, device), "no-kernel"))
 
+    def serving_spec(self, spec: KernelSpec, device: int, general: KernelSpec | None = None) -> KernelSpec:
+        """Which of two specs :meth:`serving_handle` would take, the first one's kernel being had."""
+        if general is None or general == spec:
+            return spec
+        if (spec, device) in self._serving:
+            return general if self._serving[spec, device] is None else spec
+        if not self._specialisations.has_room_for(spec):
+            return general
+        try:
+            # Nothing is loaded during a capture, and the general kernel is the one that is loaded ahead.
+            return general if _is_capturing(device) else spec
+        except DriverError:
+            return spec
+
+    def _specialised(self, spec: KernelSpec, device: int, general: KernelSpec) -> "KernelHandle | None":
+        known = self._serving.get((spec, device))
+        if known is not None:
+            return known
+        if not self._specialisations.admit(spec):
+            return None
+        try:
+            return self._first_handle(spec, device, quiet=True)
+        except (KernelUnavailable, ArtifactRejected, DriverError) as error:
+            _log.info("no kernel with strides compiled in, so %s serves: %s", general.variant_id, error)
+            return self._serving.setdefault((spec, device), None)
+
     def fall_back(self, reason: FallbackReason, found: str, decision: Hashable = None) -> None:
         """Count a call that goes without its kernel, and log it the first time that ``decision`` is met.
 
@@ -326,7 +382,7 @@ class KernelClient:
     def _open_store(self) -> KernelStore:
         return open_default_store() if self._given_store is None else self._given_store
 
-    def _first_handle(self, spec: KernelSpec, device: int) -> "KernelHandle | None":
+    def _first_handle(self, spec: KernelSpec, device: int, quiet: bool = False) -> "KernelHandle | None":
         try:
             if _is_capturing(device):
                 if self.on_cold_capture == "chain":
@@ -342,7 +398,7 @@ class KernelClient:
                 )
             return self.load(spec, device=device)
         except (KernelUnavailable, ArtifactRejected, DriverError) as error:
-            if self.on_miss == "error":
+            if quiet or self.on_miss == "error":
                 raise
             reason = self._refusals.setdefault((spec, device), reason_of(error))
             self.fall_back(reason, f"{error}; for every call of this shape until it is loaded", (spec, device))
@@ -381,10 +437,11 @@ class KernelClient:
 
     def stats(self) -> ClientStats:
         """Counts so far, in this process."""
-        serving = list(self._serving.items())
         return self.tally.stats(
-            specialisations=len({spec for (spec, _), handle in serving if handle is not None}),
-            layouts=len(self.prepared),
+            specialisations=len(self._specialisations),
+            specialisation_limit=self._specialisations.limit,
+            layouts=0 if self.layouts is None else len(self.layouts),
+            launches=0 if self.layouts is None else self.layouts.hits,
         )
 
     def close(self) -> None:
@@ -400,8 +457,9 @@ class KernelClient:
         self._serving = {}
         self._refusals = {}
         self._handles = {}
-        self.prepared = {}
         self.decisions = Decisions()
+        self._specialisations.forget()
+        self.layouts = None
 
     def __enter__(self) -> Self:
         return self
@@ -414,6 +472,7 @@ class KernelClient:
         return choices | {
             "transport": self._transport, "store": self._given_store, "trusted_keys": self._trusted_keys,
             "report_misses": self.report_misses, "bundles": self._bundles,
+            "max_specialisations": self._specialisations.limit,
         }  # fmt: skip
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:

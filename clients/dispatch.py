@@ -5,22 +5,22 @@ written; ``prepare`` takes the unfused chain there. The decision depends on shap
 options alone, never on values.
 """
 
-import functools
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Unpack, cast, overload
 
-from mlaprep.clients.coverage import coverage
+from mlaprep.clients import specialise
 from mlaprep.clients.decisions import Decision, check_graph_key
 from mlaprep.clients.errors import VerificationFailed
+from mlaprep.clients.layouts import layout_key
 from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
 from mlaprep.clients.options import PrepareOptions, SharedOptions
-from mlaprep.clients.prepared import TENSORS, layout_key, option_key, recall, remember
+from mlaprep.clients.prepared import OUT, TENSORS, PreparedLaunch
 from mlaprep.clients.reference import prepare_chain
-from mlaprep.clients.spelling import OWN, canonical, slots_come_second
+from mlaprep.clients.specialise import covering, with_constant_strides
+from mlaprep.clients.spelling import OWN, canonical, slot_names, slots_come_second
 from mlaprep.clients.verify import run_verified
 from mlaprep.kernels_cache.forks import forget_when_forked
-from mlaprep.templates.errors import SpecError
 from mlaprep.templates.spec import KernelSpec, parse_variant_id
 
 if TYPE_CHECKING:
@@ -87,45 +87,8 @@ def fused_prepare(
         VerificationFailed: ``MLAPREP_VERIFY`` is on, and a byte differs from the unfused chain's.
     """
     client = usable_client(client)
-    if len(tensors) != len(OWN) or not options.keys() <= KNOWN or slots_come_second(tensors):
-        tensors, options = canonical(tensors, options, KNOWN)
-    if graph_key is not None:
-        check_graph_key(graph_key)
-    tensors = call_tensors(tensors, options)
-    layout = layout_key(tensors)
-    key = (layout, option_values(options))
-    plan = recall(client.prepared, key) if graph_key is None else None
-    if plan is None or not plan.of_this_process():
-        operands = checked(tensors, options)
-        handle, decision = _decide(client, operands, options)
-        captured = graph_key is None and layout is not None and client.is_capturing(operands.device)
-        if captured:
-            client.decisions.settle(None, key, decision)
-        elif graph_key is not None:
-            client.decisions.settle(graph_key, graph_shape(operands, options), decision)
-        if handle is None:
-            return None
-        rank, reserved_slot = options.get("dcp_rank", 0), options.get("reserved_slot")
-        plan = handle.plan(operands, rank, reserved_slot)
-        if layout is None:
-            tensors = tuple(getattr(operands, name) for name in TENSORS)
-        if client.switches.verify:
-            if handle.can_verify(operands.device):
-                try:
-                    result = run_verified(handle, plan, tensors, operands, rank, reserved_slot)
-                except VerificationFailed:
-                    client.tally.add("verify_failures")
-                    raise
-                client.tally.add("verified")
-                return plan.nothing() if result is None else result
-            client.tally.add("unverified")
-        elif layout is not None:
-            recorded = client.decisions.find(None, key)
-            # Where a capture took the chain nothing is remembered, so that the next capture is held to that.
-            if recorded is None or recorded.fused:
-                remember(client.prepared, key, plan)
-    result = plan.run(tensors)
-    return plan.nothing() if result is None else result
+    found = _launch(client, graph_key, tensors, options)
+    return found.nothing() if isinstance(found, PreparedLaunch) else found
 
 
 @overload
@@ -175,18 +138,81 @@ def prepare(
         TypeError, ValueError: arguments that nothing could take; the argument is named.
         KernelNotReady: the kernel is not loaded on the device and its stream is being captured.
     """
-    query: Tensor | None = fused_prepare(*tensors, client=client, graph_key=graph_key, **options)
-    if query is None:
+    client = usable_client(client)
+    found = _launch(client, graph_key, tensors, options)
+    if found is None:
         tensors, options = canonical(tensors, options, KNOWN)
         return prepare_chain(*tensors, **options)
-    return query if options.get("write_q", True) else None
+    return None if isinstance(found, PreparedLaunch) else found
+
+
+def _launch(
+    client: "KernelClient", graph_key: Hashable, given: tuple[Any, ...], spelled: dict[str, Any]
+) -> "Tensor | PreparedLaunch | None":
+    """Launch a call as it was written. The query; the plan where none is made; None where the chain is to run."""
+    if client.layouts is not None and graph_key is None:
+        found = client.layouts.call(given, spelled)
+        if found is not NotImplemented:
+            return found
+    names = slot_names(given, spelled)
+    call, options = given, spelled
+    if len(call) != len(OWN) or not options.keys() <= KNOWN or slots_come_second(call):
+        call, options = canonical(call, options, KNOWN)
+    if graph_key is not None:
+        check_graph_key(graph_key)
+    tensors = call_tensors(call, options)
+    operands = checked(tensors, options)
+    handle, decision = _decide(client, operands, options)
+    key = layout_key((*tensors, *option_values(options)))
+    if graph_key is not None:
+        client.decisions.settle(graph_key, graph_shape(operands, options), decision)
+    elif key is not None and client.is_capturing(operands.device):
+        client.decisions.settle(None, key, decision)
+    if handle is None:
+        return None
+    plan = handle.plan(operands, options.get("dcp_rank", 0), options.get("reserved_slot"))
+    if client.switches.verify:
+        query = _verified(client, handle, plan, operands, options)
+    else:
+        query = plan.run([getattr(operands, name) for name in TENSORS])
+        recorded = None if key is None else client.decisions.find(None, key)
+        # Where a capture took the chain nothing is remembered, so that the next capture is held to that.
+        if recorded is None or recorded.fused:
+            named = zip(TENSORS, tensors, strict=True)
+            slots = tuple(-1 if tensor is None else names.index(name) for name, tensor in named)
+            client.remember(given, spelled, slots, plan)
+    if query is None:
+        return plan
+    out = tensors[OUT]
+    return query if out is None else out
+
+
+def _verified(
+    client: "KernelClient",
+    handle: "KernelHandle",
+    plan: PreparedLaunch,
+    operands: Operands,
+    options: Mapping[str, Any],
+) -> "Tensor | None":
+    tensors = [getattr(operands, name) for name in TENSORS]
+    if not handle.can_verify(operands.device):
+        client.tally.add("unverified")
+        return plan.run(tensors)
+    rank, reserved_slot = options.get("dcp_rank", 0), options.get("reserved_slot")
+    try:
+        query = run_verified(handle, plan, tensors, operands, rank, reserved_slot)
+    except VerificationFailed:
+        client.tally.add("verify_failures")
+        raise
+    client.tally.add("verified")
+    return query
 
 
 def usable_client(client: "KernelClient | None") -> "KernelClient":
     """The client to ask: the one given, or the process's own. Raises TypeError for what is none."""
     if client is None:
         return default_client()
-    if not callable(getattr(client, "serving_handle", None)):
+    if not hasattr(client, "layouts"):
         raise TypeError(f"client is a {type(client).__name__}; give a KernelClient, or none for the default one")
     return client
 
@@ -202,8 +228,8 @@ def call_tensors(tensors: Sequence[Any], options: Mapping[str, Any]) -> tuple[An
 
 
 def option_values(options: Mapping[str, Any]) -> tuple[object, ...]:
-    """The options of a call that are no tensors, as part of a key."""
-    return option_key(*[options.get(name) for name in _OPTIONS])
+    """The options of a call that are no tensors, in one order."""
+    return tuple(options.get(name) for name in _OPTIONS)
 
 
 def checked(tensors: Sequence[Any], options: Mapping[str, Any]) -> Operands:
@@ -240,7 +266,7 @@ def wanted_spec(
     """The kernel that these operands ask for; or None, the reason and what was found, in words."""
     if client.switches.disable:
         return None, "disabled", "MLAPREP_DISABLE is on"
-    if operands.device.type != _DEVICE_TYPE:
+    if operands.device.type != specialise.DEVICE_TYPE:
         return None, "cpu", f"the tensors are on {operands.device.type}"
     spec, found = covering(operands, cast(PrepareOptions, options))
     return spec, "uncovered" if spec is None else None, found
@@ -257,65 +283,11 @@ def _decide(
         client.fall_back(reason, found, operands.device.type)
     if spec is None:
         return None, Decision(False, found)
-    handle = client.serving_handle(spec, operands.device.index or 0)
+    exact = with_constant_strides(spec, operands, options.get("reserved_slot"))
+    handle = client.serving_handle(exact, operands.device.index or 0, general=spec)
     if handle is None:
         return None, Decision(False, f"there was no kernel {spec.variant_id} to be had")
-    return handle, Decision(True, spec.variant_id)
-
-
-def covering_spec(operands: Operands, options: PrepareOptions) -> KernelSpec | None:
-    """The spec of the kernel that takes these operands; None if there is none."""
-    return covering(operands, options)[0]
-
-
-def covering(operands: Operands, options: PrepareOptions) -> tuple[KernelSpec | None, str]:
-    """The spec of the kernel that takes these operands, every input stride dynamic; or None and the reason.
-
-    The widest accesses that widths, strides and addresses allow are chosen; the reason is the one that keeps
-    the narrowest from it.
-    """
-    reserved_slot = options.get("reserved_slot")
-    # Slot rules say nothing where no cache is written.
-    writes = operands.kv_cache is not None
-    world = options.get("dcp_world", 1) if writes else 1
-    scale = operands.q_scale_inv
-    even = operands.page_stride == operands.page * operands.row_stride
-    out = operands.out
-    fields = (
-        # With no query the number of heads says nothing, and one kernel serves them all.
-        ("num_heads", operands.heads if operands.q_nope is not None else 1),
-        ("kv_lora_rank", operands.rank),
-        ("rope_dim", operands.rope_dim),
-        ("dtype", _DTYPE[str(operands.dtype).removeprefix("torch.")]),
-        ("layout", operands.layout.name),
-        ("query_dtype", operands.layout.query_dtype),
-        ("tile_scale", operands.layout.tile_scale),
-        ("rope", options.get("rope", "none")),
-        ("loc_dtype", _index_dtype(operands.loc)),
-        ("position_dtype", _index_dtype(operands.positions)),
-        ("q_scale", "none" if scale is None else "scalar" if scale.numel() == 1 else "token"),
-        ("kv_scale", "none" if operands.kv_scale_inv is None else "scalar"),
-        ("dcp_world", world),
-        ("dcp_interleave", options.get("dcp_interleave", 1) if world > 1 else 1),
-        ("reserved_slot", writes and reserved_slot is not None),
-        ("pad_heads_to", operands.padded_heads if operands.q_nope is not None else None),
-        ("page_size", 1 if even else operands.page),
-        ("write_kv", writes),
-        ("write_q", operands.q_nope is not None),
-        ("out_token_stride", None if out is None or out.is_contiguous() else "dynamic"),
-        ("out_head_stride", None if out is None or out.is_contiguous() else "dynamic"),
-    )
-    unmade = unmet = ""
-    for elements in _ELEMENTS_PER_THREAD:
-        spec = _spec((*fields, ("elements_per_thread", elements)))
-        if isinstance(spec, str):
-            unmade = spec
-            continue
-        covered = coverage(spec, _DEVICE_TYPE, operands, reserved_slot)
-        if covered.reason is None:
-            return spec, ""
-        unmet = covered.reason
-    return None, unmet or unmade
+    return handle, Decision(True, handle.spec.variant_id)
 
 
 def _uncovered(operands: Operands, reason: str) -> tuple[str, tuple[object, ...]]:
@@ -364,23 +336,6 @@ def load_variant(variant_id: str, arch: str) -> "KernelHandle":
     return default_client().load(parse_variant_id(variant_id), arch=arch)
 
 
-@functools.lru_cache(maxsize=4096)
-def _spec(fields: tuple[tuple[str, object], ...]) -> KernelSpec | str:
-    """The spec of these fields, or what is wrong with them."""
-    try:
-        return KernelSpec.from_dict(dict(fields))
-    except SpecError as error:
-        # The width of accesses is no wish of the caller's, so it is told last.
-        return str(min(error.problems, key=lambda problem: problem.field == "elements_per_thread"))
-
-
-def _index_dtype(indices: "Tensor | None") -> str:
-    return "i64" if indices is None else f"i{indices.element_size() * 8}"
-
-
-_DTYPE: Final = {"bfloat16": "bf16", "float16": "fp16"}
-_ELEMENTS_PER_THREAD: Final = (16, 8, 4, 2)
 _TENSOR_OPTIONS: Final = ("positions", "cos_sin_cache", "q_scale_inv", "kv_scale_inv", "out")
 _OPTIONS: Final = tuple(name for name in PrepareOptions.__annotations__ if name not in _TENSOR_OPTIONS)
 KNOWN: Final = frozenset(PrepareOptions.__annotations__)
-_DEVICE_TYPE: Final = "cuda"

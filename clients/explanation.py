@@ -14,9 +14,10 @@ from mlaprep.clients.dispatch import (
     usable_client,
     wanted_spec,
 )
+from mlaprep.clients.layouts import layout_key
 from mlaprep.clients.operands import Operands
 from mlaprep.clients.options import PrepareOptions, SharedOptions
-from mlaprep.clients.prepared import layout_key
+from mlaprep.clients.specialise import with_constant_strides
 from mlaprep.clients.spelling import canonical
 from mlaprep.templates.fields import DYNAMIC
 from mlaprep.templates.spec import KernelSpec
@@ -113,7 +114,7 @@ def explain(
     if graph_key is not None:
         key: tuple[Hashable, Hashable] = (graph_key, graph_shape(operands, options))
     elif capturing:
-        key = (None, (layout_key(tensors), option_values(options)))
+        key = (None, layout_key((*tensors, *option_values(options))))
     else:
         return found
     recorded: Decision | None = client.decisions.find(*key)
@@ -126,14 +127,19 @@ def _found(client: "KernelClient", operands: Operands, options: Mapping[str, Any
     spec, _, why = wanted_spec(client, operands, options)
     if spec is None:
         return Explanation(False, why)
-    outlook = client.outlook(spec, operands.device.index or 0)
+    device = operands.device.index or 0
+    exact = with_constant_strides(spec, operands, options.get("reserved_slot"))
+    chosen = client.serving_spec(exact, device, spec)
+    outlook = client.outlook(chosen, device)
+    if chosen != spec and not outlook.ready and outlook.source is None:
+        chosen, outlook = spec, client.outlook(spec, device)
     verified = ", and compared with the chain (MLAPREP_VERIFY)" if client.switches.verify else ""
     common = Explanation(
         fused=True,
         reason=f"loaded on {operands.device}{verified}",
-        variant_id=spec.variant_id,
+        variant_id=chosen.variant_id,
         arch=None if outlook.arch is None else outlook.arch.name,
-        strides="specialised" if _has_constant_strides(spec) else "dynamic",
+        strides="specialised" if _has_constant_strides(chosen) else "dynamic",
         ready=outlook.ready,
         source=outlook.source,
     )

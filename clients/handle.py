@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from mlaprep.clients.coverage import Coverage, coverage, page_stride
 from mlaprep.clients.errors import ArtifactRejected, DriverError, ForkedProcessError, KernelNotReady, NotCovered
 from mlaprep.clients.launch import KernelDriver, Launcher, cuda_driver, device_ordinal
+from mlaprep.clients.layouts import LayoutTable, open_layout_table
 from mlaprep.clients.operands import Operands, check_operands, check_slot_rules
 from mlaprep.clients.plan import RowShape, measured_buckets, plan_launch
-from mlaprep.clients.prepared import OUT, TENSORS, PreparedLaunch, layout_key, option_key, recall, remember
+from mlaprep.clients.prepared import OUT, TENSORS, PreparedLaunch
 from mlaprep.clients.reference import spec_chain
 from mlaprep.clients.stats import Tier
 from mlaprep.clients.switches import Switches
@@ -84,7 +85,7 @@ class KernelHandle:
         self._shape = RowShape.from_launch(manifest.launch)
         self._buckets = measured_buckets(manifest.arch)
         self._devices: dict[int, _DeviceKernel] = {}
-        self._plans: dict[tuple[object, ...], PreparedLaunch] = {}
+        self._layouts: LayoutTable | None = None
         self._loading = threading.Lock()
         self._pid = os.getpid()
 
@@ -135,10 +136,11 @@ class KernelHandle:
         Raises:
             TypeError, ValueError: arguments that no kernel and no chain could take; the argument is named.
         """
-        tensors = (q_nope, q_rope, k_nope, k_rope, kv_cache, loc)
-        operands = self._check(
-            tensors, positions, cos_sin_cache, q_scale_inv, kv_scale_inv, out, dcp_rank, reserved_slot
-        )
+        tensors = (
+            q_nope, q_rope, k_nope, k_rope, kv_cache, loc,
+            positions, cos_sin_cache, q_scale_inv, kv_scale_inv, out,
+        )  # fmt: skip
+        operands = self._check(tensors, dcp_rank, reserved_slot)
         return self._coverage(operands, reserved_slot)
 
     def __call__(
@@ -196,28 +198,34 @@ class KernelHandle:
             q_nope, q_rope, k_nope, k_rope, kv_cache, loc,
             positions, cos_sin_cache, q_scale_inv, kv_scale_inv, out,
         )  # fmt: skip
-        layout = layout_key(tensors)
-        key = (layout, option_key(dcp_rank, reserved_slot))
-        plan = recall(self._plans, key)
-        if plan is None:
-            operands = self._check(tensors[:6], *tensors[6:], dcp_rank, reserved_slot)
-            covered = self._coverage(operands, reserved_slot)
-            if not covered:
-                raise NotCovered(f"{self.spec.variant_id} does not cover this call: {covered.reason}")
-            if self._switches.disable:
-                query = spec_chain(self.spec, operands, dcp_rank, reserved_slot)
-                return query if out is None else out
-            plan = self.plan(operands, dcp_rank, reserved_slot)
-            if layout is None:
-                tensors = tuple(getattr(operands, name) for name in TENSORS)
-            if self._switches.verify and self.can_verify(operands.device):
-                return run_verified(self, plan, tensors, operands, dcp_rank, reserved_slot)
-            if layout is None or self._switches.verify:
-                return plan.run(tensors)
-            remember(self._plans, key, plan)
-        if not plan.of_this_process():
+        if self._layouts is not None:
+            found = self._layouts.call((*tensors, dcp_rank, reserved_slot), _NO_KEYWORDS)
+            if found is not NotImplemented:
+                return None if isinstance(found, PreparedLaunch) else found
+        return self._first_call(tensors, dcp_rank, reserved_slot)
+
+    def _first_call(self, tensors: tuple[Any, ...], dcp_rank: int, reserved_slot: int | None) -> "Tensor | None":
+        """A call whose layout is not remembered: checked, launched, and remembered if it can be."""
+        operands = self._check(tensors, dcp_rank, reserved_slot)
+        covered = self._coverage(operands, reserved_slot)
+        if not covered:
+            raise NotCovered(f"{self.spec.variant_id} does not cover this call: {covered.reason}")
+        if self._switches.disable:
+            query = spec_chain(self.spec, operands, dcp_rank, reserved_slot)
+            return query if tensors[OUT] is None else tensors[OUT]
+        if os.getpid() != self._pid:
             self._refuse_fork()
-        return plan.run(tensors)
+        plan = self.plan(operands, dcp_rank, reserved_slot)
+        checked = [getattr(operands, name) for name in TENSORS]
+        if self._switches.verify and self.can_verify(operands.device):
+            query = run_verified(self, plan, checked, operands, dcp_rank, reserved_slot)
+        else:
+            query = plan.run(checked)
+        if not self._switches.verify:
+            if self._layouts is None:
+                self._layouts = open_layout_table()
+            self._layouts.add((*tensors, dcp_rank, reserved_slot), _NO_KEYWORDS, _SLOTS, plan)
+        return query if tensors[OUT] is None else tensors[OUT]
 
     def can_verify(self, device: "torch.device") -> bool:
         """Whether a launch could be waited for: not while the device's current stream is being captured."""
@@ -243,33 +251,27 @@ class KernelHandle:
             pid=self._pid,
             launch=None if kernel is None else kernel.launch,
             config=config,
-            stream=self._current_stream,
+            stream=None if kernel is None else self._open_driver().current_stream,
             device=operands.device,
             pointers=tuple(_POINTERS[name] for name, kind in self._parameters if kind == "pointer"),
             scalars=tuple(values[name] for name, kind in self._parameters if kind != "pointer"),
             result_shape=(operands.tokens, operands.padded_heads, spec.row_width) if spec.write_q else None,
             result_dtype=operands.result_dtype,
+            like=self._result_like(operands) if kernel is not None and spec.write_q and operands.out is None else None,
         )
 
-    def _check(
-        self,
-        tensors: tuple[object, object, object, object, object, object],
-        positions: object,
-        cos_sin_cache: object,
-        q_scale_inv: object,
-        kv_scale_inv: object,
-        out: object,
-        dcp_rank: object,
-        reserved_slot: object,
-    ) -> Operands:
+    def _result_like(self, operands: Operands) -> "Tensor":
+        import torch
+
+        one = torch.empty(1, dtype=operands.result_dtype, device=operands.device)
+        return one.expand(operands.tokens, operands.padded_heads, self.spec.row_width)
+
+    def _check(self, tensors: tuple[Any, ...], dcp_rank: object, reserved_slot: object) -> Operands:
+        """Operands from a call's tensors, in the order of :data:`TENSORS`."""
         spec = self.spec
         operands = check_operands(
-            *tensors,
-            positions=positions,
-            cos_sin_cache=cos_sin_cache,
-            q_scale_inv=q_scale_inv,
-            kv_scale_inv=kv_scale_inv,
-            out=out,
+            *tensors[:6],
+            **dict(zip(TENSORS[6:], tensors[6:], strict=True)),
             layout=spec.layout,
             query_dtype=spec.query_dtype,
             tile_scale=None if spec.tile_scale == "none" else spec.tile_scale,
@@ -313,9 +315,6 @@ class KernelHandle:
             self._driver = cuda_driver()
         return self._driver
 
-    def _current_stream(self, device: int) -> int:
-        return self._open_driver().current_stream(device)
-
     def _refuse_fork(self) -> NoReturn:
         raise ForkedProcessError(
             f"asked to use {self!r} in process {os.getpid()}, found it created in pid {self._pid}; "
@@ -352,4 +351,6 @@ class KernelHandle:
 
 
 _STRIDED: Final = ("q_nope", "q_rope", "k_nope", "k_rope")
+_SLOTS: Final = tuple(range(len(TENSORS)))
+_NO_KEYWORDS: Final[dict[str, Any]] = {}
 _POINTERS: Final = {"q_out": OUT, **{name: index for index, name in enumerate(TENSORS)}}

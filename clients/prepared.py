@@ -29,57 +29,9 @@ TENSORS: Final = (
     "kv_scale_inv",
     "out",
 )
-"""The tensors of a call, in the order that a key and a launch take them."""
+"""The tensors of a call, in the order that a launch takes them."""
 
 OUT: Final = TENSORS.index("out")
-MAX_LAYOUTS: Final = 4096
-"""Layouts remembered by one handle or client before it starts over: far more than a process captures."""
-
-_ALIGNMENT: Final = 31
-"""Low address bits that coverage may look at: the widest load is 32 bytes."""
-
-
-def layout_key(tensors: Sequence[Any]) -> tuple[object, ...] | None:
-    """What coverage of these tensors depends on; None where one is no plain tensor with memory of its own.
-
-    Types are part of it, so an object that only resembles a tensor is never taken for one that was checked.
-    """
-    key: list[object] = []
-    try:
-        for tensor in tensors:
-            if tensor is None:
-                key.append(None)
-                continue
-            address = tensor.data_ptr()
-            # A lazily negated tensor is read through a copy; a wrapper or a freed storage has no address.
-            if tensor.is_neg() or (not address and tensor.numel()):
-                return None
-            key.append((type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address & _ALIGNMENT))
-    except (AttributeError, RuntimeError, TypeError):
-        return None
-    return tuple(key)
-
-
-def option_key(*options: object) -> tuple[object, ...]:
-    """Options with their types, so that ``True`` is not taken for a remembered 1."""
-    return (*options, *[type(option) for option in options])
-
-
-def recall(plans: "dict[tuple[object, ...], PreparedLaunch]", key: tuple[object, ...]) -> "PreparedLaunch | None":
-    """The plan kept under a key; None also where an option cannot be hashed, which the check of a call names."""
-    try:
-        return plans.get(key)
-    except TypeError:
-        return None
-
-
-def remember(
-    plans: "dict[tuple[object, ...], PreparedLaunch]", key: tuple[object, ...], plan: "PreparedLaunch"
-) -> None:
-    """Keep a plan, starting over where there are too many."""
-    if len(plans) >= MAX_LAYOUTS:
-        plans.clear()
-    plans[key] = plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +45,34 @@ class PreparedLaunch:
     launch: Launcher | None
     """None where there are no tokens."""
     config: LaunchConfig | None
-    stream: Callable[[int], int]
+    stream: Callable[[int], int] | None
+    """Gives the device's current stream; None where there are no tokens."""
     device: "torch.device"
     pointers: tuple[int, ...]
     scalars: tuple[int, ...]
     result_shape: tuple[int, int, int] | None
     """None where no query is written."""
     result_dtype: "torch.dtype"
+    like: "Tensor | None"
+    """A tensor of the result's shape, dtype and device with the memory of one element; None where no query is
+    made. ``empty_like`` of it costs half of what ``empty`` does."""
+
+    @property
+    def ordinal(self) -> int:
+        return self.device.index or 0
+
+    @property
+    def native(self) -> tuple[object, ...] | None:
+        """The launch as the table in C makes it; None where only :meth:`run` can.
+
+        The launcher's addresses and whether it is programmatic, then grid, block, pointers, scalars, the tensor
+        that results are made like, and what raises for a refused launch.
+        """
+        calls = None if self.launch is None else self.launch.native()
+        if calls is None or self.launch is None or self.config is None:
+            return None
+        shape = (self.config.grid, self.config.block, self.pointers, self.scalars)
+        return (*calls, *shape, self.like, self.launch.refuse)
 
     def of_this_process(self) -> bool:
         return self.pid == os.getpid()
@@ -119,11 +92,13 @@ class PreparedLaunch:
         import torch
 
         query: Tensor | None = tensors[OUT]
-        if query is None and self.result_shape is not None:
+        if self.like is not None:
+            query = torch.empty_like(self.like)
+        elif query is None and self.result_shape is not None:
             query = torch.empty(self.result_shape, dtype=self.result_dtype, device=self.device)
-        if self.launch is not None and self.config is not None:
+        if self.launch is not None and self.config is not None and self.stream is not None:
             addresses = [tensors[index].data_ptr() if index != OUT else _address(query) for index in self.pointers]
-            self.launch(self.config, self.stream(self.device.index or 0), (*addresses, *self.scalars))
+            self.launch(self.config, self.stream(self.ordinal), (*addresses, *self.scalars))
         return query
 
 

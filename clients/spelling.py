@@ -47,6 +47,12 @@ def slots_come_second(positional: Sequence[Any]) -> bool:
         return False
 
 
+def slot_names(positional: Sequence[Any], keywords: Collection[str]) -> tuple[str, ...]:
+    """This package's name of each argument of a call that :func:`canonical` takes, positional ones first."""
+    order = SGLANG if slots_come_second(positional) else OWN
+    return tuple(_MEANS.get(name, name) for name in (*order[: len(positional)], *keywords))
+
+
 def canonical(
     positional: Sequence[Any], keywords: Mapping[str, Any], options: Collection[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -54,11 +54,13 @@ class ClientStats:
     """Calls that did not take the kernel, by reason; every reason is there."""
     loads: LoadTimes = LoadTimes()
     specialisations: int = 0
-    """Kernels that ``prepare`` chose for calls of this process."""
-    specialisation_limit: int | None = None
-    """How many it may; None where nothing but the options of calls bounds them."""
+    """Kernels with strides compiled in that ``prepare`` asked for."""
+    specialisation_limit: int = 0
+    """How many it may; beyond them strides are passed at launch."""
     layouts: int = 0
     """Layouts whose launch is remembered."""
+    launches: int = 0
+    """Calls that were launched from what is remembered."""
     verified: int = 0
     """Calls whose bytes were compared with the chain's and were the same."""
     verify_failures: int = 0

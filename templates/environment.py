@@ -26,6 +26,22 @@ def parse_switch(name: str, text: str) -> bool:
     raise SpecError(FieldProblem(name, "a string that is no switch", SWITCH_WORDS))
 
 
-def read_switch(name: str, environ: Mapping[str, str]) -> bool:
-    """The switch of an environment variable, off where it is not set; raises as :func:`parse_switch`."""
-    return parse_switch(name, environ.get(name, ""))
+def read_switch(name: str, environ: Mapping[str, str], *, default: bool = False) -> bool:
+    """The switch of an environment variable, ``default`` where it is unset or empty; raises as
+    :func:`parse_switch`."""
+    text = environ.get(name, "")
+    return parse_switch(name, text) if text.strip() else default
+
+
+def read_count(name: str, environ: Mapping[str, str], default: int, largest: int = 2**31 - 1) -> int:
+    """The whole number of an environment variable, ``default`` where it is unset or empty.
+
+    Raises:
+        SpecError: anything but digits, or a number above ``largest``.
+    """
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= 10) or int(text) > largest:
+        raise SpecError(FieldProblem(name, "a string that is no such number", f"a whole number from 0 to {largest}"))
+    return int(text)

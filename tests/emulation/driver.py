@@ -1,7 +1,7 @@
 """EmulatedDriver: the driver protocol of ``clients/launch.py`` over kernels compiled by g++, on CPU tensors."""
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,8 +79,9 @@ class EmulatedDriver:
     def prepare(self, kernel: LoadedKernel, parameters: Sequence[tuple[str, str]], pdl: bool) -> "EmulatedLauncher":
         return EmulatedLauncher(self, self._kernels[kernel.function], [TYPES[kind] for _, kind in parameters], pdl)
 
-    def current_stream(self, device: int) -> int:
-        return 0
+    @property
+    def current_stream(self) -> Callable[[int], int]:
+        return lambda device: 0
 
     def is_capturing(self, device: int) -> bool:
         return self.capturing
@@ -116,6 +117,12 @@ class EmulatedLauncher:
         self._driver.launches.append(Launched(config, self._pdl, stream, launch.loads, launch.stores))
         if fault.value:
             raise EmulationFault(fault.value.decode())
+
+    def native(self) -> None:
+        return None
+
+    def refuse(self, result: int) -> None:
+        raise AssertionError(result)
 
 
 class _Allocations(TorchFunctionMode):

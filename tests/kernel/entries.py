@@ -68,7 +68,7 @@ class EmulatedSupply(KernelClient):
         self.asked = 0
         self._driver = driver
 
-    def serving_handle(self, spec: KernelSpec, device: int) -> KernelHandle | None:
+    def serving_handle(self, spec: KernelSpec, device: int, general: KernelSpec | None = None) -> KernelHandle | None:
         self.asked += 1
         return KernelHandle(emulated_artifact(spec), self._driver)
 
@@ -80,6 +80,6 @@ class DeviceClient(KernelClient):
         super().__init__(store=MemoryStore(), on_miss="error", offline=True)
         self._device = device
 
-    def serving_handle(self, spec: KernelSpec, device: int) -> KernelHandle | None:
+    def serving_handle(self, spec: KernelSpec, device: int, general: KernelSpec | None = None) -> KernelHandle | None:
         assert device == (self._device.device.index or 0)
         return self._device.handle(spec)

@@ -8,7 +8,7 @@ from emulation.artifact import emulated_artifact
 from emulation.driver import EmulatedDriver
 from kernel.devices import Gpu
 
-from mlaprep.clients import KernelClient, dispatch
+from mlaprep.clients import KernelClient, dispatch, specialise
 from mlaprep.clients.handle import KernelHandle
 from mlaprep.templates.spec import KernelSpec
 
@@ -21,7 +21,7 @@ class EmulatedClient(KernelClient):
         self.driver = EmulatedDriver()
         self.specs: list[KernelSpec] = []
 
-    def serving_handle(self, spec: KernelSpec, device: int) -> KernelHandle:
+    def serving_handle(self, spec: KernelSpec, device: int, general: KernelSpec | None = None) -> KernelHandle:
         self.specs.append(spec)
         return KernelHandle(emulated_artifact(spec), self.driver)
 
@@ -34,7 +34,7 @@ class GpuClient(KernelClient):
         self.specs: list[KernelSpec] = []
         self._gpu = gpu
 
-    def serving_handle(self, spec: KernelSpec, device: int) -> KernelHandle:
+    def serving_handle(self, spec: KernelSpec, device: int, general: KernelSpec | None = None) -> KernelHandle:
         self.specs.append(spec)
         return self._gpu.handle(spec)
 
@@ -53,6 +53,6 @@ def emulate(client: EmulatedClient, monkeypatch: pytest.MonkeyPatch, *modules: A
         with client.driver.memory(reads, [operands[4], options.get("out")]):
             return prepare(*operands, **options)
 
-    monkeypatch.setattr(dispatch, "_DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(specialise, "DEVICE_TYPE", "cpu")
     for module in (dispatch, *modules):
         monkeypatch.setattr(module, "prepare", within_memory)

@@ -12,7 +12,7 @@ from kernel.checks import expected
 from kernel.devices import Gpu
 from kernel.entries import D, DeviceClient, EmulatedSupply, H, R, T, given
 
-from mlaprep.clients import dispatch, fused_prepare, prepare
+from mlaprep.clients import fused_prepare, prepare, specialise
 from mlaprep.clients.decisions import MAX_RECORDED, Decision, Decisions
 from mlaprep.clients.errors import DecisionChanged
 from mlaprep.clients.handle import KernelHandle
@@ -31,7 +31,7 @@ class Wavering(EmulatedSupply):
         self.has = True
         self.capturing = False
 
-    def serving_handle(self, spec: KernelSpec, device: int) -> KernelHandle | None:
+    def serving_handle(self, spec: KernelSpec, device: int, general: KernelSpec | None = None) -> KernelHandle | None:
         return super().serving_handle(spec, device) if self.has else None
 
     def is_capturing(self, device: torch.device) -> bool:
@@ -58,7 +58,7 @@ class Wavering(EmulatedSupply):
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Wavering:
-    monkeypatch.setattr(dispatch, "_DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(specialise, "DEVICE_TYPE", "cpu")
     return Wavering()
 
 
@@ -168,7 +168,9 @@ def test_a_flip_between_two_captures_on_a_gpu(gpu: Gpu) -> None:
     class Client(DeviceClient):
         has = False
 
-        def serving_handle(self, spec: KernelSpec, device: int) -> KernelHandle | None:
+        def serving_handle(
+            self, spec: KernelSpec, device: int, general: KernelSpec | None = None
+        ) -> KernelHandle | None:
             return super().serving_handle(spec, device) if self.has else None
 
     client = Client(gpu)

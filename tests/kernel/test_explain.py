@@ -12,13 +12,13 @@ from kernel.calls import Call, make
 from kernel.devices import Gpu
 from kernel.entries import CALLS, D, DeviceClient, H, R, T, given
 
-from mlaprep.clients import dispatch, explain, fused_prepare, launch
+from mlaprep.clients import explain, fused_prepare, launch, specialise
 from mlaprep.clients.client import KernelClient
 from mlaprep.clients.decisions import Decision
 from mlaprep.clients.dispatch import call_tensors, checked, graph_shape, option_values
 from mlaprep.clients.errors import DriverError
 from mlaprep.clients.explanation import Explanation
-from mlaprep.clients.prepared import layout_key
+from mlaprep.clients.layouts import layout_key
 from mlaprep.kernels_cache.key import request_key
 from mlaprep.kernels_cache.store import MemoryStore
 from mlaprep.templates.arch import Arch
@@ -38,7 +38,7 @@ class Untouchable:
 def driver(monkeypatch: pytest.MonkeyPatch) -> EmulatedDriver:
     """The emulation in the place of the CUDA driver."""
     driver = EmulatedDriver()
-    monkeypatch.setattr(dispatch, "_DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(specialise, "DEVICE_TYPE", "cpu")
     monkeypatch.setattr(launch, "cuda_driver", lambda: driver)
     return driver
 
@@ -54,7 +54,7 @@ def explained(call: Call, client: KernelClient, **more: Any) -> Explanation:
     found = explain(*positional, **options, client=client, **more)
     assert whole is None or torch.equal(whole, before)  # type: ignore[arg-type]
     assert client.stats() == stats
-    assert client.prepared == {}
+    assert client.layouts is None
     assert "\n" not in str(found)
     return found
 
@@ -191,12 +191,13 @@ def test_a_capture_tells_of_cold_kernels_and_of_records(
     assert str(chain).endswith("not loaded, and the stream is being captured")
     client._supply._memory[CALL.spec, Arch("sm_90a")] = emulated_artifact(CALL.spec)
     client.load(CALL.spec, device=0)
+    driver.capturing = True
     assert explained(CALL, client).fused
     positional, _, options = given(CALL, torch.device("cpu"))
     tensors = call_tensors(positional, options)
     shape = graph_shape(checked(tensors, options), options)
     client.decisions.settle("graph", shape, Decision(False, "it was so"))
-    client.decisions.settle(None, (layout_key(tensors), option_values(options)), Decision(False, "it was so"))
+    client.decisions.settle(None, layout_key((*tensors, *option_values(options))), Decision(False, "it was so"))
     found = explained(CALL, client, graph_key="graph")
     assert (found.fused, found.error) == (False, "DecisionChanged")
     assert "recorded is the unfused chain, since it was so; loaded on cpu" in str(found)

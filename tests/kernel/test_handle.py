@@ -1,6 +1,7 @@
 """KernelHandle around a launch: architectures, capture, processes, what a driver is asked."""
 
 import hashlib
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -161,13 +162,16 @@ def test_B009_an_empty_batch_needs_no_module_even_in_a_capture(driver: EmulatedD
     assert not driver.launches
 
 
-def test_a_forked_child_gets_a_clear_error(
-    driver: EmulatedDriver, handle: KernelHandle, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forked_child_gets_a_clear_error(driver: EmulatedDriver, handle: KernelHandle, call: Call) -> None:
     call_on(driver, handle, call)
-    monkeypatch.setattr("os.getpid", lambda: 1)
-    with pytest.raises(ForkedProcessError, match="created in pid"):
-        call_on(driver, handle, call)
+    child = os.fork()
+    if not child:
+        try:
+            call_on(driver, handle, call)
+        except ForkedProcessError as error:
+            os._exit(0 if f"created in pid {os.getppid()}" in str(error) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from kernel.checks import expected, run
 from kernel.devices import Emulation
 from kernel.entries import DeviceClient
 
-from mlaprep.clients import dispatch, explain, fused_prepare, prepare
+from mlaprep.clients import explain, fused_prepare, prepare, specialise
 from mlaprep.clients.errors import NotCovered
 from mlaprep.clients.operands import check_operands
 from mlaprep.clients.reference import prepare_chain
@@ -37,11 +37,11 @@ def takes(
     client = DeviceClient(emulation)
     if request.param in ("remembered", "verified"):
         # Beside a call that was launched.
-        monkeypatch.setattr(dispatch, "_DEVICE_TYPE", "cpu")
+        monkeypatch.setattr(specialise, "DEVICE_TYPE", "cpu")
         good = arguments()
         with emulation.memory(list(good.values()), [good["kv_cache"]]):
             assert fused_prepare(*good.values(), client=client) is not None
-        assert len(client.prepared) == (1 if request.param == "remembered" else 0)
+        assert len(client.layouts or ()) == (1 if request.param == "remembered" else 0)
     entry = {"prepare": prepare, "explain": explain}.get(request.param, fused_prepare)
     direct = {"chain": prepare_chain, "handle": handle, "covers": handle.covers}
     return direct.get(request.param, functools.partial(entry, client=client))

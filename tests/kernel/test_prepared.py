@@ -1,25 +1,49 @@
-"""PreparedLaunch: a layout is decided once, and nothing that decides it is missing from its key."""
+"""Layout tables: a layout is decided once, nothing that decides it is missing from its key, in C and in Python."""
 
+import gc
 import json
+import os
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from emulation.artifact import emulated_artifact
 from emulation.driver import EmulatedDriver
+from kernel.tables import native_table
 
 from mlaprep.clients import handle as handle_module
 from mlaprep.clients import plan as plan_module
 from mlaprep.clients.errors import NotCovered
 from mlaprep.clients.handle import KernelHandle
-from mlaprep.clients.plan import measured_buckets
-from mlaprep.clients.prepared import MAX_LAYOUTS, layout_key, option_key, remember
+from mlaprep.clients.layouts import LayoutTable, PlainLayoutTable, open_layout_table
+from mlaprep.clients.plan import LaunchConfig, measured_buckets
+from mlaprep.clients.prepared import TENSORS, PreparedLaunch
 from mlaprep.clients.reference import prepare_chain
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.render import MAX_THREADS_PER_BLOCK
 from mlaprep.templates.spec import KernelSpec
 
 T, H, R, D, S = 5, 3, 64, 16, 32
+
+
+TABLES = ("c", "python")
+NO_SLOTS = (-1,) * len(TENSORS)
+
+
+@pytest.fixture(params=TABLES, autouse=True)
+def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LayoutTable:
+    """An empty table of each kind; handles made meanwhile have one like it."""
+    monkeypatch.setenv("MLAPREP_NATIVE", "1" if request.param == "c" else "0")
+    return native_table() if request.param == "c" else open_layout_table()
+
+
+def planned(**changes: object) -> PreparedLaunch:
+    """A plan that launches nothing."""
+    fields = {"pid": os.getpid(), "launch": None, "config": None, "stream": None, "device": torch.device("cpu")}
+    fields |= {"pointers": (), "scalars": (), "result_shape": (1, 1, 1), "result_dtype": torch.uint8, "like": None}
+    return PreparedLaunch(**(fields | changes))  # type: ignore[arg-type]
 
 
 class Calls:
@@ -91,16 +115,112 @@ def test_options_are_remembered_with_their_types(monkeypatch: pytest.MonkeyPatch
     for wrong in ({"dcp_rank": True}, {"reserved_slot": True}, {"dcp_rank": 1.0}, {"dcp_rank": [1]}):
         with pytest.raises(TypeError, match=next(iter(wrong))):
             calls.handle(*tensors, **(rank | wrong))  # type: ignore[arg-type]
-    assert option_key(True) != option_key(1)
 
 
-def test_what_is_no_plain_tensor_has_no_key() -> None:
+def same_key(table: LayoutTable, one: tuple[object, ...], other: tuple[object, ...]) -> bool | None:
+    """Whether a plan remembered for one call is found by another; None where it cannot be remembered."""
+    table.clear()
+    if not table.add(one, {}, NO_SLOTS, planned()):
+        return None
+    return table.call(other, {}) is not NotImplemented
+
+
+def test_what_is_no_plain_tensor_has_no_key(table: LayoutTable) -> None:
     plain = torch.zeros(4)
-    assert layout_key((plain, None)) == layout_key((torch.ones(4), None))
-    assert layout_key((plain, torch._neg_view(plain))) is None
-    assert layout_key((plain, plain.numpy())) is None
-    assert layout_key((plain, plain.to_sparse())) is None
-    assert layout_key((plain[1:],)) != layout_key((plain[:3],))
+    assert same_key(table, (plain, None), (torch.ones(4), None))
+    for odd in (torch._neg_view(plain), plain.numpy(), plain.to_sparse(), 1.0, [1]):
+        assert same_key(table, (plain, odd), (plain, odd)) is None
+    assert same_key(table, (plain[1:],), (plain[:3],)) is False
+    assert same_key(table, (torch.nn.Parameter(plain),), (torch.nn.Parameter(plain),))
+
+
+def test_everything_that_decides_a_launch_is_in_its_key(table: LayoutTable) -> None:
+    plain = torch.zeros(4, 6)
+    others = (
+        torch.zeros(4, 7),
+        torch.zeros(6, 4).t(),
+        torch.zeros(4, 6, 1),
+        torch.zeros(24),
+        plain.half(),
+        plain.bfloat16(),
+        plain.int(),
+        torch.zeros(26)[2:].view(4, 6),
+        None,
+        7,
+        "7",
+    )
+    for number, other in enumerate(others):
+        assert same_key(table, (plain, 1), (other, 1)) is False, number
+        assert same_key(table, (other, 1), (plain, 1)) is False, number
+        assert same_key(table, (other, 1), (other, 1)), number
+    assert same_key(table, (plain,), (plain, None)) is False
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"a": 1}, {"a": 1}, True),
+        ({"a": 1}, {"a": True}, False),
+        ({"a": True}, {"a": 1}, False),
+        ({"a": 1}, {"a": 2}, False),
+        ({"a": 1}, {"b": 1}, False),
+        ({"a": 1}, {}, False),
+        ({"a": None}, {"a": 0}, False),
+        ({"a": "neox"}, {"a": "".join(["ne", "ox"])}, True),
+        ({"a": 2**40}, {"a": 2**40 + 0}, True),
+        ({"a": 2**90}, {"a": 2**90 + 1}, False),
+        ({"a": 1}, {"".join(["a"]): 1}, True),
+        ({"\ud800": "\ud800"}, {"\ud800": "\ud800"}, True),
+    ],
+)
+def test_options_are_compared_by_name_type_and_value(
+    table: LayoutTable, one: dict[str, object], other: dict[str, object], same: bool
+) -> None:
+    tensor = torch.zeros(3)
+    assert table.add((tensor,), one, NO_SLOTS, planned())
+    assert (table.call((tensor,), other) is not NotImplemented) == same
+
+
+def test_keywords_say_which_slot_they_are(table: LayoutTable) -> None:
+    """One tensor under two names, then two tensors: each comes from its own slot."""
+    seen: list[list[int]] = []
+
+    class Launch:
+        def __call__(self, config: object, stream: int, arguments: list[int]) -> None:
+            seen.append(list(arguments))
+
+        def native(self) -> None:
+            return None
+
+    plan = planned(
+        launch=Launch(),
+        config=LaunchConfig((1, 1, 1), (1, 1, 1)),
+        stream=lambda device: 0,
+        pointers=(TENSORS.index("q_scale_inv"), TENSORS.index("kv_scale_inv")),
+        result_shape=None,
+    )
+    slots = tuple({"q_scale_inv": 2, "kv_scale_inv": 1}.get(name, -1) for name in TENSORS)
+    first, second, lead = torch.zeros(1), torch.ones(1), torch.zeros(4)
+    assert table.add((lead,), {"kv_scale_inv": first, "q_scale_inv": first}, slots, plan)
+    assert table.call((lead,), {"kv_scale_inv": first, "q_scale_inv": second}) is plan
+    assert seen == [[second.data_ptr(), first.data_ptr()]]
+
+
+def test_more_arguments_than_any_call_has_are_not_remembered(table: LayoutTable) -> None:
+    many = (None,) * 40
+    if table.add(many, {}, NO_SLOTS, planned()):
+        assert table.call(many, {}) is not NotImplemented
+    else:
+        assert table.call(many, {}) is NotImplemented
+
+
+def test_a_fork_finds_nothing(table: LayoutTable) -> None:
+    assert table.add((1,), {}, NO_SLOTS, planned(pid=os.getpid()))
+    child = os.fork()
+    if not child:
+        os._exit(0 if table.call((1,), {}) is NotImplemented else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert table.call((1,), {}) is not NotImplemented
 
 
 class Wrapper(torch.Tensor):
@@ -185,8 +305,73 @@ def test_the_measured_buckets_are_what_a_plan_can_use() -> None:
     assert measured_buckets("sm_100a") == ()
 
 
-def test_layouts_are_bounded() -> None:
-    plans: dict[tuple[object, ...], object] = {}
-    for number in range(MAX_LAYOUTS + 10):
-        remember(plans, (number,), object())  # type: ignore[arg-type]
-    assert 0 < len(plans) <= MAX_LAYOUTS
+def test_layouts_are_bounded(table: LayoutTable) -> None:
+    small = type(table)(**_limit(table, 8))
+    for number in range(100):
+        assert small.add((number,), {}, NO_SLOTS, planned())
+        assert small.call((number,), {}) is not NotImplemented
+        assert len(small) <= 8
+    assert small.hits == 100
+    small.clear()
+    assert len(small) == 0
+
+
+def _limit(table: LayoutTable, limit: int) -> dict[str, Any]:
+    if isinstance(table, PlainLayoutTable):
+        return {"limit": limit}
+    api = torch.Tensor.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
+    names = {"types": (torch.Tensor,), "is_negative": torch.Tensor.is_neg, "empty_like": torch.empty_like}
+    return {"api": api, "limit": limit} | names
+
+
+def test_the_last_plan_of_a_layout_stands(table: LayoutTable) -> None:
+    for width in (3, 5):
+        assert table.add((1,), {}, NO_SLOTS, planned(result_shape=(1, 1, width)))
+        assert table.call((1,), {}).shape == (1, 1, width)
+
+
+def test_plans_are_let_go(table: LayoutTable) -> None:
+    class Witness:
+        pass
+
+    witness = Witness()
+    gone = weakref.ref(witness)
+    assert table.add((1,), {}, NO_SLOTS, planned(result_dtype=witness))
+    del witness
+    assert gone() is not None
+    table.clear()
+    assert gone() is None
+    witness = Witness()
+    gone = weakref.ref(witness)
+    cycle = [type(table)(**_limit(table, 8))]
+    assert cycle[0].add((1,), {}, NO_SLOTS, planned(result_dtype=[witness, cycle]))
+    del witness, cycle
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_table_that_is_cleared_while_it_launches(table: LayoutTable) -> None:
+    class Launch:
+        def __call__(self, config: object, stream: int, arguments: object) -> None:
+            table.clear()
+            gc.collect()
+
+        def native(self) -> None:
+            return None
+
+    plan = planned(launch=Launch(), config=LaunchConfig((1, 1, 1), (1, 1, 1)), stream=lambda device: 0)
+    assert table.add((1,), {}, NO_SLOTS, plan)
+    assert table.call((1,), {}).shape == (1, 1, 1)
+    assert table.call((1,), {}) is NotImplemented
+
+
+@pytest.mark.parametrize("wrong", [(), (1,), (1, {}), ((), [], NO_SLOTS, None), ((), {}, (0,) * 3, None)])
+def test_the_table_in_c_checks_its_own_arguments(wrong: tuple[Any, ...]) -> None:
+    native: Any = native_table()
+    with pytest.raises(TypeError):
+        native.call(*wrong[:2]) if len(wrong) < 3 else native.add(*wrong)
+    with pytest.raises(ValueError, match="slot"):
+        native.add((1,), {}, (5,) * len(TENSORS), planned())
+    with pytest.raises((TypeError, AttributeError)):
+        native.add((1,), {}, NO_SLOTS, object())
+    assert len(native) == 0

@@ -14,7 +14,7 @@ from kernel.checks import expected
 from kernel.entries import EmulatedSupply
 from kernel.entries import given as operands_of
 
-from mlaprep.clients import dispatch, explain, fused_prepare, prepare
+from mlaprep.clients import explain, fused_prepare, prepare, specialise
 from mlaprep.clients.options import PrepareOptions
 from mlaprep.clients.spelling import OWN, SGLANG, canonical
 
@@ -127,7 +127,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("by_name", [False, True])
 def test_their_call_gives_the_same_bytes(name: str, by_name: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(specialise, "DEVICE_TYPE", "cpu")
     call: Call = CALLS[name]
     wanted = expected(call)
     driver = EmulatedDriver()
