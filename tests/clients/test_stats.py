@@ -192,3 +192,17 @@ def test_the_page_names_every_reason_and_count(root: Path) -> None:
     page = (root / "docs" / "observability.md").read_text()
     for name in (*FALLBACK_REASONS, *ClientStats().to_dict(), *ClientStats().to_dict()["loads"]):
         assert f"`{name}`" in page, name
+
+
+def test_the_page_names_every_warning(root: Path) -> None:
+    """What stands before the first value in a message is what an alert can look for."""
+    page = (root / "docs" / "observability.md").read_text()
+    heads = set()
+    for room in ("clients", "kernels_cache"):
+        for path in (root / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in ("_log.warning", "_log.error"):
+                    text = node.args[0]
+                    heads.add(str(text.value).partition("%")[0].strip() if isinstance(text, ast.Constant) else "")
+    assert "kernel service:" in heads
+    assert {head for head in heads if head and f"`{head}" not in page} == set()
