@@ -204,6 +204,7 @@ class KernelSupply:
         troubles: list[str] = []
         if (artifact := self._from_bundles(spec, arch, refusals, troubles)) is not None:
             return self._count("bundle", artifact, cached=True)
+        render(spec)  # now, since ranks that wait for one kernel come out of the lock one after the other
         with self.store.key_lock(request, LOCK_TIMEOUT_S):
             # Whoever held the lock before may have brought it.
             if (artifact := self._from_store(request, spec, arch, refusals)) is not None:

@@ -18,7 +18,7 @@ LOCKS: Final = "locks"
 """Where a store's root keeps its lock files."""
 
 _FIRST_PAUSE_S: Final = 0.001
-_LONGEST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 0.02
 _OPEN_LOCK: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 

@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import os
 import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,3 +146,26 @@ def wait_until_up(server: Server, *, ready: bool) -> None:
                 return False
 
         wait_for(answers, 30)
+
+
+@contextlib.contextmanager
+def running_server(
+    folder: Path, *, python: str = sys.executable, code: str = SERVE, wait: bool = True, **variables: str
+) -> Iterator[Server]:
+    """The service with uvicorn on a free port of the loopback interface, its cache and its log in a folder."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder.mkdir(exist_ok=True)
+    environ = os.environ | {"MLAPREP_CACHE_DIR": str(folder / "cache"), "MLAPREP_PORT": str(port)} | variables
+    log = folder / f"server-{port}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen([python, "-c", code], env=environ, stdout=output, stderr=subprocess.STDOUT)
+    server = Server(f"http://127.0.0.1:{port}", process, log)
+    try:
+        wait_until_up(server, ready=wait)
+        yield server
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()

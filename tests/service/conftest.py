@@ -1,16 +1,12 @@
 """Fixtures of the service's tests."""
 
-import contextlib
-import os
-import socket
-import subprocess
-import sys
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from service_kit import SERVE, Client, ClientMaker, Loop, Server, ServerMaker, wait_until_up
+from service_kit import Client, ClientMaker, Loop, ServerMaker, running_server
 
 from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.service.app import create_app
@@ -71,25 +67,4 @@ def client(make_client: ClientMaker) -> Client:
 @pytest.fixture
 def run_server(tmp_path: Path) -> ServerMaker:
     """Starts the real thing: uvicorn on a free port of the loopback interface."""
-
-    @contextlib.contextmanager
-    def run(
-        *, python: str = sys.executable, code: str = SERVE, wait: bool = True, **variables: str
-    ) -> Iterator[Server]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        environ = os.environ | {"MLAPREP_CACHE_DIR": str(tmp_path / "cache"), "MLAPREP_PORT": str(port)} | variables
-        log = tmp_path / f"server-{port}.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen([python, "-c", code], env=environ, stdout=output, stderr=subprocess.STDOUT)
-        server = Server(f"http://127.0.0.1:{port}", process, log)
-        try:
-            wait_until_up(server, ready=wait)
-            yield server
-        finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-
-    return run
+    return functools.partial(running_server, tmp_path)
