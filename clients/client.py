@@ -1,5 +1,6 @@
 """KernelClient: gets kernels and loads them, for a worker."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -324,6 +325,8 @@ class KernelClient:
             if handle is not None:
                 return handle
             chosen = general
+        elif chosen != spec:
+            self._miss_refused(spec, device)
         spec = chosen
         try:
             handle = self._serving[spec, device]
@@ -367,6 +370,20 @@ class KernelClient:
         except (KernelUnavailable, ArtifactRejected, DriverError) as error:
             _log.info("no kernel with strides compiled in, so %s serves: %s", general.variant_id, error)
             return self._serving.setdefault((spec, device), None)
+
+    def _miss_refused(self, spec: KernelSpec, device: int) -> None:
+        """Report a specialisation that is one too many, once."""
+        told = ("refused", spec, device)
+        if self._specialisations.has_room_for(spec) or told in self._told or len(self._told) >= _MAX_TOLD:
+            return
+        with contextlib.suppress(DriverError):
+            if not _is_capturing(device):
+                self._told.add(told)
+                from mlaprep.clients.launch import cuda_driver
+
+                arch = Arch.for_device(cuda_driver().capability(device))
+                if arch is not None:
+                    self.misses.report(spec, arch, "refused")
 
     def fall_back(self, reason: FallbackReason, found: str, decision: Hashable = None) -> None:
         """Count a call that goes without its kernel, and log it the first time that ``decision`` is met.

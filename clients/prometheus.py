@@ -78,7 +78,7 @@ class ClientCollector(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """The metrics' names, without asking a client."""
-        return families([ClientStats(specialisation_limit=1)])
+        return families([ClientStats()])
 
     def collect(self) -> Iterable[Metric]:
         """Every metric as of now."""
@@ -113,7 +113,6 @@ def families(every: Sequence[ClientStats]) -> list[Metric]:
     def total(name: str) -> int:
         return sum(getattr(stats, name) for stats in every)
 
-    limits = [stats.specialisation_limit for stats in every if stats.specialisation_limit is not None]
     fallbacks: dict[str, int] = {
         reason: sum(stats.fallbacks[reason] for stats in every) for reason in ClientStats().fallbacks
     }
@@ -128,8 +127,9 @@ def families(every: Sequence[ClientStats]) -> list[Metric]:
         _counter("load_seconds", "Time that loading took, in all.", sum(stats.loads.total_ms for stats in every) / 1e3),
         _gauge("load_max_seconds", "Longest load.", max((stats.loads.max_ms for stats in every), default=0.0) / 1e3),
         _gauge("load_last_seconds", "Latest load.", max((stats.loads.last_ms for stats in every), default=0.0) / 1e3),
-        _gauge("specialisations", "Kernels that prepare chose for calls.", total("specialisations")),
-        *([_gauge("specialisations_limit", "How many it may choose.", sum(limits))] if limits else []),
+        _gauge("specialisations", "Kernels with strides compiled in.", total("specialisations")),
+        _gauge("specialisations_limit", "How many there may be.", total("specialisation_limit")),
+        _counter("launches", "Calls that were launched from what is remembered.", total("launches")),
         _gauge("layouts", "Layouts whose launch is remembered.", total("layouts")),
         _counters(
             "verifications",

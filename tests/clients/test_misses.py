@@ -14,9 +14,11 @@ from typing import Any, get_args
 
 import httpx
 import pytest
+from emulation.driver import EmulatedDriver
 from fake_service import FakeService, artifact_of, problem
 from service_kit import wait_for
 
+from mlaprep.clients import launch
 from mlaprep.clients import misses as module
 from mlaprep.clients.client import KernelClient
 from mlaprep.clients.errors import KernelUnavailable, SpecError
@@ -254,6 +256,22 @@ class TestClient:
         client = one()
         assert client.obtain(spec, arch).tier == "compiled"
         assert self.reasons(client, service) == ["compiled"]
+
+    def test_one_specialisation_too_many(
+        self, one: Any, service: FakeService, spec: KernelSpec, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        driver = EmulatedDriver()
+        monkeypatch.setattr(EmulatedDriver, "load", lambda *arguments: SimpleNamespace(function=0, multiprocessors=4))
+        monkeypatch.setattr(EmulatedDriver, "prepare", lambda *arguments: None)
+        monkeypatch.setattr(launch, "cuda_driver", lambda: driver)
+        client = one(max_specialisations=0)
+        for stride in (6144, 6144, 8192):
+            special = KernelSpec.from_dict(spec.to_dict() | {"q_nope_token_stride": stride})
+            handle = client.serving_handle(special, 0, spec)
+            assert handle is not None
+            assert handle.spec == spec
+        assert self.reasons(client, service) == ["refused", "refused"]
+        assert [entry["count"] for entry in reported(service)] == [1, 1]
 
     def test_offline_or_told_not_to_it_says_nothing(
         self, one: Any, service: FakeService, spec: KernelSpec, arch: Arch, monkeypatch: pytest.MonkeyPatch

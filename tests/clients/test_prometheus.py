@@ -63,7 +63,7 @@ def test_every_count_is_shown() -> None:
 
 def test_names_follow_the_conventions(root: Path) -> None:
     page = (root / "docs" / "observability.md").read_text()
-    for metric in families([ClientStats(specialisation_limit=1)]):
+    for metric in families([ClientStats()]):
         for sample in metric.samples:
             assert re.fullmatch(r"mlaprep_client_[a-z_]+", sample.name)
             assert (metric.type == "counter") == sample.name.endswith("_total")
