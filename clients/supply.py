@@ -1,6 +1,7 @@
 """KernelSupply: a kernel from the nearest place that has it: process memory, local store, bundles, service, compile."""
 
 import contextlib
+import functools
 import logging
 import threading
 from collections import OrderedDict
@@ -237,9 +238,13 @@ class KernelSupply:
                         self._on_miss(spec, arch, "compiled")
                     return obtained
             # Reads every manifest, so only before giving up.
-            if (artifact := find_own(self.store, render(spec), str(arch), self._require_trusted)) is not None:
+            check = functools.partial(self._require_trusted, place="local store", refusals=refusals)
+            if (artifact := find_own(self.store, render(spec), str(arch), check)) is not None:
                 self.store.link(request, artifact.key)
                 return self._count("disk", artifact, cached=True)
+            if cause is None and refusals:
+                cause = refusals[-1]
+                attempts.append(str(cause))
         self.tally.add("unavailable")
         self._on_miss(spec, arch, "rejected" if isinstance(cause, ArtifactRejected) else "unavailable")
         if isinstance(cause, ArtifactRejected):
@@ -252,9 +257,14 @@ class KernelSupply:
             attempts=attempts,
         ) from cause
 
-    def _require_trusted(self, manifest: Manifest) -> None:
-        if self._trusted_keys is not None:
-            self._trusted_keys.require(manifest)
+    def _require_trusted(self, manifest: Manifest, place: str, refusals: list[ArtifactRejected]) -> None:
+        """Raises ArtifactError for what no pinned key vouches for, and tells it in ``refusals``."""
+        try:
+            if self._trusted_keys is not None:
+                self._trusted_keys.require(manifest)
+        except ArtifactError as error:
+            refusals.append(ArtifactRejected(f"{place}: {error}", reason=error.reason))
+            raise
 
     def _from_store(
         self, request: str, spec: KernelSpec, arch: Arch, refusals: list[ArtifactRejected]
@@ -267,11 +277,9 @@ class KernelSupply:
             return None
         try:
             require_own(artifact, render(spec), str(arch), key=key)
-            self._require_trusted(artifact.manifest)
+            self._require_trusted(artifact.manifest, "local store", refusals)
         except ArtifactError as error:
             # The link is a hint that anybody may have written; the entry is for something else.
-            if error.reason in UNTRUSTED:
-                refusals.append(ArtifactRejected(f"local store: {error}", reason=error.reason))
             _log.warning("local store: the entry for %s on %s was refused: %s", spec.variant_id, arch, error)
             self.tally.add("rejected")
             return None
@@ -284,11 +292,9 @@ class KernelSupply:
         for artifact in self._bundles.find(spec.variant_id, str(arch), troubles):
             try:
                 require_own(artifact, render(spec), str(arch))
-                self._require_trusted(artifact.manifest)
+                self._require_trusted(artifact.manifest, "bundle", refusals)
             except ArtifactError as error:
-                if error.reason in UNTRUSTED:
-                    refusals.append(ArtifactRejected(f"bundle: {error}", reason=error.reason))
-                else:
+                if error.reason not in UNTRUSTED:
                     troubles.append(f"bundle: {error}")
                 _log.warning("bundle: the kernel %s for %s was refused: %s", spec.variant_id, arch, error)
                 self.tally.add("rejected")
@@ -317,7 +323,8 @@ class KernelSupply:
 
     def _require_trusted_reply(self, transport: RestTransport, manifest: Manifest) -> None:
         try:
-            self._require_trusted(manifest)
+            if self._trusted_keys is not None:
+                self._trusted_keys.require(manifest)
         except ArtifactError as error:
             told = f"{transport.url} sent a kernel that is not trusted: {error}{_SIGNING_ADVICE}"
             raise ArtifactRejected(told, reason=error.reason) from error

@@ -99,12 +99,12 @@ class TestRefused:
         store = MemoryStore() if kind == "memory" else DiskStore(tmp_path / "store")
         artifact = REFUSED[reason](spec, keys)
         link(store, spec, artifact) if linked else store.publish(artifact)
-        assert KernelClient(store=store, on_miss="error").artifact(spec, arch) == artifact
         client = KernelClient(store=store, on_miss="error", trusted_keys=trusted)
         with pytest.raises(ArtifactRejected) as caught:
             client.artifact(spec, arch)
         assert caught.value.reason == reason
         assert not client._serving
+        assert KernelClient(store=store, on_miss="error").artifact(spec, arch) == artifact
 
     def test_a_good_one_from_the_service_takes_its_place(
         self,
