@@ -201,7 +201,9 @@ def doctor(url: Url = None, token: Token = None, cache_dir: CacheDir = None, as_
         console = stdout()
         console.print(checks_table(examination.checks))
         if not examination.usable:
-            console.print(Text("No kernel can be had here: neither a compiler nor a service.", style="bold red"))
+            console.print(
+                Text("No kernel can be had here: neither a compiler, nor a service, nor a bundle.", style="bold red")
+            )
     if not examination.usable:
         raise typer.Exit(ExitCode.FAILED)
 

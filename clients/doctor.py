@@ -10,16 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from mlaprep.clients.bundles import bundles_by_environment
 from mlaprep.clients.client import offline_by_environment
 from mlaprep.clients.errors import DriverError, MlaprepError, SpecError
 from mlaprep.clients.launch import cuda_driver
+from mlaprep.clients.pins import pinned_keys
 from mlaprep.clients.replies import plain
 from mlaprep.clients.rest import RestTransport
 from mlaprep.clients.switches import Switches
 from mlaprep.clients.wording import count
 from mlaprep.kernels_cache import location
+from mlaprep.kernels_cache.bundle import Bundle
 from mlaprep.kernels_cache.disk import DiskStore
-from mlaprep.kernels_cache.errors import CacheError
+from mlaprep.kernels_cache.errors import BundleError, CacheError
 from mlaprep.templates.arch import Arch
 
 Status = Literal["ok", "warn", "missing"]
@@ -55,7 +58,7 @@ def examine(
     token: str | None,
     cache_dir: str | os.PathLike[str] | None,
 ) -> Examination:
-    """Look at compiler, packages, driver, torch, cache and service, and at switches that are on.
+    """Look at compiler, packages, driver, torch, cache, bundles and service, at pinned keys and switches that are on.
 
     Args:
         describe_compiler: one line on the compiler in use; raises MlaprepError where there is none.
@@ -69,7 +72,9 @@ def examine(
         # A worker needs no compiler of its own.
         compiler = Check("NVRTC", "ok", "none here, and none is needed: the service compiles")
     others = (check_packages(package_conflicts), check_driver(), check_torch(), check_cache(cache_dir))
-    return Examination((compiler, *others, service, *check_switches()), usable)
+    bundles = check_bundles()
+    usable |= any(check.status == "ok" for check in bundles)
+    return Examination((compiler, *others, *bundles, service, *check_trusted_keys(), *check_switches()), usable)
 
 
 def check_compiler(describe_compiler: Callable[[], str]) -> Check:
@@ -157,6 +162,33 @@ def check_cache(cache_dir: str | os.PathLike[str] | None) -> Check:
     if mode & 0o077:
         return Check("cache", "warn", found, f"chmod 700 {store.root}: other users can read it")
     return Check("cache", "ok", found)
+
+
+def check_bundles() -> list[Check]:
+    """Each archive that ``MLAPREP_BUNDLE`` names, looked into but not read whole."""
+    checks = []
+    for path in bundles_by_environment(os.environ):
+        try:
+            bundle = Bundle.open(path, private=True)
+        except BundleError as error:
+            checks.append(Check("bundle", "missing", str(error), "correct MLAPREP_BUNDLE, or put the file in place"))
+        else:
+            found = f"{bundle.path}, {count(len(bundle.records), 'kernel')}"
+            checks.append(Check("bundle", "ok", found, "mlaprep bundle verify reads it whole"))
+    return checks
+
+
+def check_trusted_keys() -> list[Check]:
+    """The keys that ``MLAPREP_TRUSTED_KEYS`` pins; nothing where it is not set."""
+    try:
+        trusted = pinned_keys(None)
+    except SpecError as error:
+        told = "; ".join(problem.found for problem in error.problems)
+        return [Check("trusted keys", "missing", told, "correct MLAPREP_TRUSTED_KEYS; no client starts with it")]
+    if trusted is None:
+        return []
+    ids = ", ".join(key.key_id for key in trusted.keys)
+    return [Check("trusted keys", "ok", f"{ids}; kernels that none of them signed are refused")]
 
 
 def _is_absent(folder: Path) -> bool:

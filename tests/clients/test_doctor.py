@@ -16,7 +16,9 @@ from mlaprep.clients.cli_output import checks_table
 from mlaprep.clients.doctor import Check, Examination, examine
 from mlaprep.clients.errors import DriverError
 from mlaprep.clients.rest import RestTransport
+from mlaprep.kernels_cache.bundle import write_bundle
 from mlaprep.kernels_cache.disk import DiskStore
+from mlaprep.kernels_cache.key_files import generate_key
 from mlaprep.service.errors import CompilerUnavailable
 from mlaprep.service.toolchain import conflicts
 
@@ -213,3 +215,25 @@ def test_the_table_fits_a_terminal(cache: Path, width: int) -> None:
     assert "missing  NVRTC" in text
     assert "→" in text
     assert max(map(len, text.splitlines())) <= width
+
+
+class TestOffline:
+    def test_a_bundle_is_enough(self, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        bundle = tmp_path / "kernels.tar"
+        write_bundle(bundle, [make_artifact()])
+        monkeypatch.setenv("MLAPREP_BUNDLE", f"{bundle}:{tmp_path / 'none.tar'}")
+        assert examined(cache, compiler=False)[0].usable
+        first, second = doctor.check_bundles()
+        assert (first.status, "1 kernel" in first.found) == ("ok", True)
+        assert (second.status, "none.tar" in second.found) == ("missing", True)
+        bundle.write_text("no bundle")
+        assert not examined(cache, compiler=False)[0].usable
+
+    def test_pinned_keys(self, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert doctor.check_trusted_keys() == []
+        key = generate_key(tmp_path / "key").public
+        monkeypatch.setenv("MLAPREP_TRUSTED_KEYS", key.text)
+        assert key.key_id in examined(cache)[1]["trusted keys"].found
+        for text in ("", "nonsense"):
+            monkeypatch.setenv("MLAPREP_TRUSTED_KEYS", text)
+            assert examined(cache)[1]["trusted keys"].status == "missing"

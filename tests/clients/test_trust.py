@@ -1,7 +1,12 @@
 """Pinned keys in a client: what no pinned key signed is refused on every tier, before it is stored or loaded."""
 
+import contextlib
 import dataclasses
 import pickle
+import socket
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +16,10 @@ from fake_service import FakeService, artifact_of, reply_of
 
 from mlaprep.clients.client import KernelClient
 from mlaprep.clients.errors import ArtifactRejected, KernelUnavailable, SpecError
+from mlaprep.clients.rest import RestTransport
 from mlaprep.clients.supply import Built, KernelSupply
 from mlaprep.kernels_cache.artifact import KernelArtifact
+from mlaprep.kernels_cache.bundle import as_bundled, write_bundle
 from mlaprep.kernels_cache.disk import DiskStore
 from mlaprep.kernels_cache.key import request_key
 from mlaprep.kernels_cache.key_files import generate_key
@@ -280,3 +287,63 @@ class TestConfiguration:
     ) -> None:
         with pytest.raises(KernelUnavailable, match="not in the local store"):
             KernelClient(store=store, on_miss="error", trusted_keys=trusted).artifact(spec, arch)
+
+
+class TestDeadAndSlow:
+    """With keys pinned too, a service that is no help costs its deadline at most, and then the next place is asked."""
+
+    @pytest.fixture(params=["hangs", "drips", "500", "cut", "nonsense", "dead"])
+    def url(self, request: pytest.FixtureRequest) -> Iterator[str]:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            if request.param == "dead":
+                listener.close()
+                yield address
+                return
+            stop = threading.Event()
+            thread = threading.Thread(target=misbehave, args=(listener, request.param, stop), daemon=True)
+            thread.start()
+            yield address
+            stop.set()
+            thread.join(5)
+
+    def test_the_next_place_is_asked_in_time(
+        self, url: str, trusted: TrustedKeys, spec: KernelSpec, arch: Arch
+    ) -> None:
+        supply = KernelSupply(MemoryStore, RestTransport(url, timeout=0.6), Builder(), trusted_keys=trusted)
+        began = time.monotonic()
+        assert supply.obtain(spec, arch).tier == "compiled"
+        assert supply.obtain(OTHER, arch).tier == "compiled"
+        assert time.monotonic() - began < 2.5  # 0.6 s, or twice that, on a busy machine
+        assert supply.tally.stats().service == 0
+
+    def test_a_bundle_spares_the_wait(
+        self, url: str, tmp_path: Path, keys: list[SigningKey], trusted: TrustedKeys, spec: KernelSpec, arch: Arch
+    ) -> None:
+        path = tmp_path / "kernels.tar"
+        write_bundle(path, [as_bundled(artifact_of(spec), keys[1])])
+        client = KernelClient(url, store=MemoryStore(), on_miss="error", trusted_keys=trusted, bundles=[path])
+        assert client.obtain(spec, arch).tier == "bundle"
+        client.close()
+
+
+def misbehave(listener: socket.socket, how: str, stop: threading.Event) -> None:
+    listener.settimeout(0.05)
+    while not stop.is_set():
+        with contextlib.suppress(OSError):
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(1)
+                connection.recv(65536)
+                if how == "hangs":
+                    stop.wait(3)
+                elif how == "500":
+                    connection.sendall(b"HTTP/1.1 500 Oops\r\ncontent-length: 2\r\n\r\n{}")
+                elif how == "cut":
+                    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\n{")
+                elif how == "nonsense":
+                    connection.sendall(b"\x00\xff" * 500)
+                else:
+                    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\n")
+                    while not stop.wait(0.05):
+                        connection.sendall(b" ")
