@@ -1,6 +1,5 @@
 """KernelClient: gets kernels and loads them, for a worker."""
 
-import contextlib
 import logging
 import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -42,9 +41,6 @@ if TYPE_CHECKING:
 
 OnMiss = Literal["compile", "fallback", "error"]
 OnColdCapture = Literal["error", "chain"]
-
-_MAX_TOLD: Final = 256
-"""Fallback decisions that are logged; a process with more of them logs no others."""
 
 _log: Final = logging.getLogger(__name__)
 
@@ -142,7 +138,6 @@ class KernelClient:
         self._given_store = store
         self.tally = Tally()
         """What :meth:`stats` reports; ``prepare`` counts here too."""
-        self._told: set[Hashable] = set()
         self._trusted_keys = trusted_keys
         self.report_misses = report_misses
         self.misses = MissReporter(transport if report_misses and not offline else None, self.tally)
@@ -325,8 +320,8 @@ class KernelClient:
             if handle is not None:
                 return handle
             chosen = general
-        elif chosen != spec:
-            self._miss_refused(spec, device)
+        elif chosen != spec and not self._specialisations.has_room_for(spec):
+            self.misses.refused(spec, device)
         spec = chosen
         try:
             handle = self._serving[spec, device]
@@ -371,30 +366,12 @@ class KernelClient:
             _log.info("no kernel with strides compiled in, so %s serves: %s", general.variant_id, error)
             return self._serving.setdefault((spec, device), None)
 
-    def _miss_refused(self, spec: KernelSpec, device: int) -> None:
-        """Report a specialisation that is one too many, once."""
-        told = ("refused", spec, device)
-        if self._specialisations.has_room_for(spec) or told in self._told or len(self._told) >= _MAX_TOLD:
-            return
-        with contextlib.suppress(DriverError):
-            if not _is_capturing(device):
-                self._told.add(told)
-                from mlaprep.clients.launch import cuda_driver
-
-                arch = Arch.for_device(cuda_driver().capability(device))
-                if arch is not None:
-                    self.misses.report(spec, arch, "refused")
-
     def fall_back(self, reason: FallbackReason, found: str, decision: Hashable = None) -> None:
         """Count a call that goes without its kernel, and log it the first time that ``decision`` is met.
 
         ``found`` says what was found, in words. ``disabled`` and ``cpu`` are no warning: somebody chose them.
         """
-        self.tally.fall_back(reason)
-        if (reason, decision) not in self._told and len(self._told) < _MAX_TOLD:
-            self._told.add((reason, decision))
-            level = logging.INFO if reason in ("disabled", "cpu") else logging.WARNING
-            _log.log(level, "taking the unfused chain (%s): %s", reason, found)
+        self.tally.fall_back(reason, found, decision)
 
     def _open_store(self) -> KernelStore:
         return open_default_store() if self._given_store is None else self._given_store
@@ -470,7 +447,6 @@ class KernelClient:
         """Back to the configuration alone; what a parent process still uses is left to it."""
         self.misses.forget()
         self._supply.forget()
-        self._told = set()
         self._serving = {}
         self._refusals = {}
         self._handles = {}

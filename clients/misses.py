@@ -1,6 +1,7 @@
 """MissReporter: tells the service what was asked for and lacking, in the background and in few words."""
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -8,7 +9,7 @@ import time
 import weakref
 from typing import Any, Final, Literal
 
-from mlaprep.clients.errors import MlaprepError, ServiceRefused
+from mlaprep.clients.errors import DriverError, MlaprepError, ServiceRefused
 from mlaprep.clients.rest import RestTransport
 from mlaprep.clients.stats import Tally
 from mlaprep.templates.arch import Arch
@@ -61,6 +62,7 @@ class MissReporter:
         self._pending: dict[tuple[str, str, MissReason], int] = {}
         self._thread: threading.Thread | None = None
         self._ends_with_process = False
+        self._refused: set[tuple[KernelSpec, int]] = set()
         self._closing = False
         self._told_at = float("-inf")
         self._silent_until = float("-inf")
@@ -76,6 +78,19 @@ class MissReporter:
                 self._tally.add("misses_dropped")
                 return
             self._pending[key] = min(MAX_COUNT, self._pending.get(key, 0) + 1)
+
+    def refused(self, spec: KernelSpec, device: int) -> None:
+        """Note, once, a specialisation that was one too many on a device. Never during a capture there."""
+        from mlaprep.clients.launch import cuda_driver
+
+        if (spec, device) in self._refused or len(self._refused) >= MAX_PENDING:
+            return
+        with contextlib.suppress(DriverError):
+            driver = cuda_driver()
+            arch = Arch.for_device(driver.capability(device))
+            if arch is not None and not driver.is_capturing(device):
+                self._refused.add((spec, device))
+                self.report(spec, arch, "refused")
 
     def close(self) -> None:
         """Tell what is left, within ``EXIT_S`` seconds, and end the thread. A later miss starts a new one."""

@@ -1,8 +1,9 @@
 """ClientStats: what a client did in this process, counted away from the path of a call that launches."""
 
 import dataclasses
+import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
@@ -17,7 +18,11 @@ FallbackReason = Literal[
 """Why a call did not take the kernel."""
 
 TIERS: Final[tuple[Tier, ...]] = get_args(Tier)
+MAX_TOLD: Final = 256
+"""Fallback decisions that are logged; a process with more of them logs no others."""
 FALLBACK_REASONS: Final[tuple[FallbackReason, ...]] = get_args(FallbackReason)
+
+_log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +101,23 @@ class Tally:
         self._counts: dict[str, int] = {}
         self._fallbacks = _none_yet()
         self._loads = LoadTimes()
+        self._told: set[Hashable] = set()
 
     def add(self, name: str, count: int = 1) -> None:
         """Count under the name of a field of :class:`ClientStats`."""
         with self._lock:
             self._counts[name] = self._counts.get(name, 0) + count
 
-    def fall_back(self, reason: FallbackReason) -> None:
-        """Count a call that did not take the kernel."""
+    def fall_back(self, reason: FallbackReason, found: str = "", decision: Hashable = None) -> None:
+        """Count a call that did not take the kernel; what was ``found`` is logged where ``decision`` is a new one."""
         with self._lock:
             self._fallbacks[reason] += 1
+            known = not found or (reason, decision) in self._told or len(self._told) >= MAX_TOLD
+            if not known:
+                self._told.add((reason, decision))
+        if not known:
+            level = logging.INFO if reason in ("disabled", "cpu") else logging.WARNING
+            _log.log(level, "taking the unfused chain (%s): %s", reason, found)
 
     def load(self, ms: float) -> None:
         """Count a module loaded on a device."""
