@@ -3,11 +3,13 @@
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from mlaprep.kernels_cache.artifact import KernelArtifact
-from mlaprep.kernels_cache.bundle import Bundle
 from mlaprep.kernels_cache.errors import BundleError
+
+if TYPE_CHECKING:
+    from mlaprep.kernels_cache.bundle import Bundle
 
 VARIABLE: Final = "MLAPREP_BUNDLE"
 
@@ -36,14 +38,33 @@ class Bundles:
         ``troubles``."""
         for path in self.paths:
             try:
-                bundle = self._opened.get(path)
-                if bundle is None:
-                    bundle = self._opened[path] = Bundle.open(path, private=True)
+                bundle = self._open(path)
                 for key in bundle.keys(variant_id, arch):
                     yield bundle.read(key)
             except BundleError as error:
-                self._opened.pop(path, None)  # it may have been replaced by a good one
                 troubles.append(f"bundle {error}")
-                if path not in self._told:
-                    self._told.add(path)
-                    _log.warning("a bundle is left out: %s", error)
+                self._leave_out(path, error)
+
+    def names(self) -> set[tuple[str, str]]:
+        """Variant id and architecture of every kernel in the indices; no kernel is read."""
+        found: set[tuple[str, str]] = set()
+        for path in self.paths:
+            try:
+                found.update((record.variant_id, record.arch) for record in self._open(path).records)
+            except BundleError as error:
+                self._leave_out(path, error)
+        return found
+
+    def _open(self, path: str) -> "Bundle":
+        from mlaprep.kernels_cache.bundle import Bundle  # some milliseconds that a worker without bundles keeps
+
+        bundle = self._opened.get(path)
+        if bundle is None:
+            bundle = self._opened[path] = Bundle.open(path, private=True)
+        return bundle
+
+    def _leave_out(self, path: str, error: BundleError) -> None:
+        self._opened.pop(path, None)  # it may have been replaced by a good one
+        if path not in self._told:
+            self._told.add(path)
+            _log.warning("a bundle is left out: %s", error)

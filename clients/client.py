@@ -142,7 +142,8 @@ class KernelClient:
         self.report_misses = report_misses
         self.misses = MissReporter(transport if report_misses and not offline else None, self.tally)
         """Tells the service of kernels that were lacking."""
-        self._bundles = bundles
+        self.bundles = Bundles(bundles)
+        """Archives that are read below the store."""
         self._supply = KernelSupply(
             self._open_store,
             None if offline else transport,
@@ -151,7 +152,7 @@ class KernelClient:
             tally=self.tally,
             trusted_keys=trusted_keys,
             on_miss=self.misses.report,
-            bundles=Bundles(bundles),
+            bundles=self.bundles,
         )
         self._serving: dict[tuple[KernelSpec, int], KernelHandle | None] = {}
         self._refusals: dict[tuple[KernelSpec, int], FallbackReason] = {}
@@ -464,7 +465,7 @@ class KernelClient:
         choices = {"on_miss": self.on_miss, "on_cold_capture": self.on_cold_capture, "offline": self.offline}
         return choices | {
             "transport": self._transport, "store": self._given_store, "trusted_keys": self._trusted_keys,
-            "report_misses": self.report_misses, "bundles": self._bundles,
+            "report_misses": self.report_misses, "bundles": self.bundles.paths,
             "max_specialisations": self._specialisations.limit,
         }  # fmt: skip
 

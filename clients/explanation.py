@@ -159,6 +159,7 @@ def _has_constant_strides(spec: KernelSpec) -> bool:
 _WORDS: Final = {
     "memory": "taken from process memory",
     "disk": "read from the local store",
+    "bundle": "read from a bundle",
     "service": "asked of the service",
     "compiled": "compiled on this machine",
 }

@@ -28,7 +28,8 @@ _log: Final = logging.getLogger(__name__)
 
 
 def known_names() -> list[str]:
-    """Python names of the presets, and of every variant in the local store and on the service of the default client.
+    """Python names of the presets, and of every variant in the local store, the bundles and on the service of the
+    default client.
 
     Takes 1.5 s at most, opens no socket where the client is offline, and leaves out what cannot be told.
     """
@@ -63,7 +64,7 @@ def _variants() -> set[KernelSpec]:
     from mlaprep.clients.dispatch import default_client
 
     found: set[KernelSpec] = set()
-    for source in (_stored, _served):
+    for source in (_stored, _bundled, _served):
         try:
             found.update(source(default_client()))
         except Exception as error:  # whoever lists names is told of no fault
@@ -77,6 +78,11 @@ def _stored(client: "KernelClient") -> Iterator[KernelSpec]:
         yield from _spec(manifest.variant_id)
         if time.monotonic() > deadline:
             return
+
+
+def _bundled(client: "KernelClient") -> Iterator[KernelSpec]:
+    for variant_id in sorted({variant_id for variant_id, _ in client.bundles.names()})[:MAX_LISTED]:
+        yield from _spec(variant_id)
 
 
 def _served(client: "KernelClient") -> Iterator[KernelSpec]:

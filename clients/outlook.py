@@ -46,6 +46,6 @@ def foresee(spec: KernelSpec, device: int, supply: KernelSupply, on_miss: str, *
         return Outlook(None, reason=f"none is built for compute capability {capability[0]}.{capability[1]}")
     source = supply.nearest(spec, arch, store_exists=store_exists)
     if source is None:
-        reason = f"memory and local store lack it, and on_miss={on_miss!r} leaves no other place"
+        reason = f"memory, local store and bundles lack it, and on_miss={on_miss!r} leaves no other place"
         return Outlook(arch, reason=reason)
     return Outlook(arch, source=source)

@@ -104,7 +104,7 @@ class KernelSupply:
         self.tally = tally or Tally()
         self._trusted_keys = trusted_keys
         self._on_miss = on_miss
-        self._bundles = bundles or Bundles()
+        self.bundles = bundles or Bundles()
         self.forget()
 
     def forget(self) -> None:
@@ -148,8 +148,8 @@ class KernelSupply:
     def nearest(self, spec: KernelSpec, arch: Arch, *, store_exists: bool = True) -> Tier | None:
         """The first place that has the kernel, or that would be asked for it next; None where all there are lack it.
 
-        Looks at memory and at the local store's links, reads no kernel and asks nobody. Where ``store_exists`` is
-        false, a store that is not open is not opened, which would make it.
+        Looks at memory, at the local store's links and the bundles' indices, reads no kernel and asks nobody. Where
+        ``store_exists`` is false, a store that is not open is not opened, which would make it.
         """
         with self._lock:
             if (spec, arch) in self._memory:
@@ -158,6 +158,8 @@ class KernelSupply:
             request = request_key(arch=str(arch), spec=spec.to_dict(), generator=templates_fingerprint())
             if self.store.resolve(request) is not None:
                 return "disk"
+        if self.bundles.paths and (spec.variant_id, str(arch)) in self.bundles.names():
+            return "bundle"
         if self._transport is not None:
             return "service"
         return "compiled" if self._open_builder is not None else None
@@ -289,7 +291,7 @@ class KernelSupply:
         self, spec: KernelSpec, arch: Arch, refusals: list[ArtifactRejected], troubles: list[str]
     ) -> KernelArtifact | None:
         """The first that is this release's and trusted, among the archives' kernels of the spec."""
-        for artifact in self._bundles.find(spec.variant_id, str(arch), troubles):
+        for artifact in self.bundles.find(spec.variant_id, str(arch), troubles):
             try:
                 require_own(artifact, render(spec), str(arch))
                 self._require_trusted(artifact.manifest, "bundle", refusals)

@@ -15,7 +15,6 @@ differs anywhere is none. Links, devices, paths that lead elsewhere, sparse or r
 """
 
 import struct
-import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -45,19 +44,7 @@ _BOUNDS: Final[Mapping[str, int]] = {
     "manifest_size": MAX_MANIFEST_BYTES,
 }
 _MAX_NAME: Final = 512
-_KINDS: Final[Mapping[bytes, str]] = {
-    tarfile.LNKTYPE: "a hard link",
-    tarfile.SYMTYPE: "a symbolic link",
-    tarfile.CHRTYPE: "a device",
-    tarfile.BLKTYPE: "a device",
-    tarfile.DIRTYPE: "a directory",
-    tarfile.FIFOTYPE: "a FIFO",
-    tarfile.GNUTYPE_SPARSE: "a sparse file",
-    tarfile.XHDTYPE: "an extended header",
-    tarfile.XGLTYPE: "an extended header",
-    tarfile.GNUTYPE_LONGNAME: "an extended header",
-    tarfile.GNUTYPE_LONGLINK: "an extended header",
-}
+_REGULAR: Final = b"0"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -112,7 +99,7 @@ def offsets(index_size: int, records: Iterable[Record]) -> Iterator[tuple[Record
 def header(name: str, size: int) -> bytes:
     """The one header that a member of this name and size can have."""
     fields = [name.encode(), b"0000644\0", b"0000000\0", b"0000000\0", b"%011o\0" % size, b"%011o\0" % 0]
-    rest = [tarfile.REGTYPE, b"", b"ustar\0", b"00", b"", b"", b"", b"", b""]
+    rest = [_REGULAR, b"", b"ustar\0", b"00", b"", b"", b"", b"", b""]
     total = sum(_HEADER.pack(*fields, b" " * 8, *rest))
     return _HEADER.pack(*fields, b"%06o\0 " % total, *rest)
 
@@ -172,12 +159,27 @@ def _describe(found: bytes, name: str) -> str:
     """What a header that is not the one expected is of, in words."""
     if found[:2] == b"\x1f\x8b":
         return "compressed data; unpack it with gunzip"
+    import tarfile
+
     try:
         info = tarfile.TarInfo.frombuf(found, "utf-8", "surrogateescape")
     except tarfile.HeaderError:
         return "no tar header"
-    if info.type in _KINDS:
-        return _KINDS[info.type]
+    kinds = {
+        tarfile.LNKTYPE: "a hard link",
+        tarfile.SYMTYPE: "a symbolic link",
+        tarfile.CHRTYPE: "a device",
+        tarfile.BLKTYPE: "a device",
+        tarfile.DIRTYPE: "a directory",
+        tarfile.FIFOTYPE: "a FIFO",
+        tarfile.GNUTYPE_SPARSE: "a sparse file",
+        tarfile.XHDTYPE: "an extended header",
+        tarfile.XGLTYPE: "an extended header",
+        tarfile.GNUTYPE_LONGNAME: "an extended header",
+        tarfile.GNUTYPE_LONGLINK: "an extended header",
+    }
+    if info.type in kinds:
+        return kinds[info.type]
     if info.name != name:
         return "a member of another name"
     return "a member of another size, owner, time or mode than mlaprep writes"

@@ -132,6 +132,15 @@ class TestTier:
             client.obtain(spec, arch)
         assert client.stats().rejected == 1
 
+    def test_its_kernels_are_known_by_name_without_being_read(
+        self, path: Path, spec: KernelSpec, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        spoil(path, artifact_of(spec))
+        bundles = worker(path, path.with_name("none.tar")).bundles
+        assert bundles.names() == {(item.variant_id, arch) for item in (spec, OTHER) for arch in ("sm_90a", "sm_100a")}
+        assert bundles.names()
+        assert len(caplog.records) == 1
+
     def test_reading_costs_no_time_that_a_worker_would_notice(self, path: Path, spec: KernelSpec, arch: Arch) -> None:
         import time
 

@@ -31,7 +31,19 @@ EXPORTS = [
     "prepare",
 ]
 
-HEAVY = ["cupy", "fastapi", "httpx", "mlaprep.service", "pydantic", "rich", "starlette", "torch", "typer"]
+HEAVY = [
+    "cryptography",
+    "cupy",
+    "fastapi",
+    "httpx",
+    "mlaprep.service",
+    "pydantic",
+    "rich",
+    "starlette",
+    "tarfile",
+    "torch",
+    "typer",
+]
 
 WATCHED = """
 import ctypes, socket, sys

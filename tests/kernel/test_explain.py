@@ -19,6 +19,7 @@ from mlaprep.clients.dispatch import call_tensors, checked, graph_shape, option_
 from mlaprep.clients.errors import DriverError
 from mlaprep.clients.explanation import Explanation
 from mlaprep.clients.layouts import layout_key
+from mlaprep.kernels_cache.bundle import write_bundle
 from mlaprep.kernels_cache.key import request_key
 from mlaprep.kernels_cache.store import MemoryStore
 from mlaprep.templates.arch import Arch
@@ -72,17 +73,20 @@ def test_a_loaded_kernel(driver: EmulatedDriver) -> None:
         found.fused = False  # type: ignore[misc]
 
 
-def test_where_a_kernel_would_come_from(driver: EmulatedDriver) -> None:
+def test_where_a_kernel_would_come_from(driver: EmulatedDriver, tmp_path: Path) -> None:
     artifact = emulated_artifact(CALL.spec)
     request = request_key(arch="sm_90a", spec=CALL.spec.to_dict(), generator=templates_fingerprint())
     store = MemoryStore()
     store.publish(artifact)
     store.link(request, artifact.key)
+    bundle = tmp_path / "kernels.tar"
+    write_bundle(bundle, [artifact])
     held = client_of()
     held._supply._memory[CALL.spec, Arch("sm_90a")] = artifact
     for client, source, words in (
         (held, "memory", "not loaded yet, taken from process memory"),
         (client_of(store=store), "disk", "not loaded yet, read from the local store"),
+        (client_of(bundles=[bundle]), "bundle", "not loaded yet, read from a bundle"),
         (client_of(transport=Untouchable()), "service", "not loaded yet, asked of the service"),
         (client_of(on_miss="compile"), "compiled", "not loaded yet, compiled on this machine"),
     ):
