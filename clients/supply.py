@@ -202,14 +202,33 @@ class KernelSupply:
         check_target(spec, arch)
         request = request_key(arch=str(arch), spec=spec.to_dict(), generator=templates_fingerprint())
         refusals: list[ArtifactRejected] = []
+        linked = self.store.resolve(request)
         if (artifact := self._from_store(request, spec, arch, refusals)) is not None:
             return self._count("disk", artifact, cached=True)
         troubles: list[str] = []
         if (artifact := self._from_bundles(spec, arch, refusals, troubles)) is not None:
             return self._count("bundle", artifact, cached=True)
-        render(spec)  # now, since ranks that wait for one kernel come out of the lock one after the other
+        render(spec)  # while another process may be bringing the kernel, not after
+        while (obtained := self._bring(request, linked, spec, arch, refusals, troubles)) is None:
+            linked = self.store.resolve(request)
+            if (artifact := self._from_store(request, spec, arch, refusals)) is not None:
+                return self._count("disk", artifact, cached=True)
+        return obtained
+
+    def _bring(
+        self,
+        request: str,
+        linked: str | None,
+        spec: KernelSpec,
+        arch: Arch,
+        refusals: list[ArtifactRejected],
+        troubles: list[str],
+    ) -> Obtained | None:
+        """The kernel from further away, by one process at a time; None where another has linked one meanwhile."""
         with self.store.key_lock(request, LOCK_TIMEOUT_S):
-            # Whoever held the lock before may have brought it.
+            # Eight ranks come out of the lock one after the other, so they read and verify outside of it.
+            if self.store.resolve(request) not in (None, linked):
+                return None
             if (artifact := self._from_store(request, spec, arch, refusals)) is not None:
                 return self._count("disk", artifact, cached=True)
             cause: MlaprepError | None = refusals[-1] if refusals else None

@@ -1,6 +1,5 @@
 """Presets: the shapes of public MLA models, as specs."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -78,5 +77,7 @@ def preset(name: str) -> Preset:
     """
     if name in PRESETS:
         return PRESETS[name]
+    import difflib
+
     near = difflib.get_close_matches(name[:64], PRESETS, n=3)
     raise SpecError(FieldProblem("preset", "a name that is not a preset", "one of " + ", ".join(near or PRESETS)))
