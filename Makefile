@@ -1,6 +1,7 @@
 # make setup   an environment that serves and fetches (no torch)        make check   lint, types, import contracts
 # make demo    the whole way, from a spec to bytes a worker can load    make test    every test that needs no GPU
 # make serve   the service on 127.0.0.1:8400                            make bench   the kernel on this machine's GPU
+# make test-sglang    the hook on sglang's real backends, in an environment of their own
 # make kernel-check   what a change to a template does to bytes, registers and machine code, in seconds
 #
 # PYTHON names the interpreter to start from, VENV where the environment goes, ARGS what is passed on.
@@ -21,10 +22,10 @@ inputs := $(shell cat pyproject.toml requirements.lock clients/_layouts.c | sha2
 runtime := $(VENV)/.runtime-$(inputs)
 develop := $(VENV)/.develop-$(inputs)
 
-.PHONY: help setup setup-dev demo test check kernel-check serve bench docs templates lock clean
+.PHONY: help setup setup-dev demo test test-sglang check kernel-check serve bench docs templates lock clean
 
 help:
-	@sed -n '1,6s/^# \{0,1\}//p' Makefile
+	@sed -n '1,7s/^# \{0,1\}//p' Makefile
 
 $(bin)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("mlaprep needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; pass PYTHON=…" if sys.version_info < (3, 11) else 0)'
@@ -60,6 +61,22 @@ check: $(develop)
 
 test: $(develop)
 	@$(bin)/pytest -n 2 --dist loadfile $(ARGS)
+
+# The torch that sglang pins brings CUDA libraries of several GB; SGLANG_TORCH='torch==2.13.0 triton==3.6.0' where a CPU
+# build is to be had does as well, torchvision being stood in for.
+SGLANG_TORCH ?= torch==2.14.1 torchvision==0.29.1
+SGLANG ?= sglang==0.5.23
+sglang := .sglang/$(shell echo '$(SGLANG_TORCH) $(SGLANG)' | cat - tests/sglang_backend/requirements.txt | sha256sum | cut -c1-16)
+
+$(sglang)/.made:
+	@echo "Installing $(SGLANG), $(SGLANG_TORCH) and what importing them takes into $(sglang) …"
+	@$(PYTHON) -m venv $(sglang)
+	@$(sglang)/bin/python -m pip install -qq --disable-pip-version-check --prefer-binary $(SGLANG_TORCH) -r tests/sglang_backend/requirements.txt
+	@$(sglang)/bin/python -m pip install -qq --disable-pip-version-check --no-deps $(SGLANG)
+	@touch $@
+
+test-sglang: $(sglang)/.made
+	@PYTHONPATH=tests/namespace $(sglang)/bin/python tests/sglang_backend/drive.py $(ARGS)
 
 # What a change to a template does to bytes, registers and machine code, beside the last saved run.
 kernel-check: $(develop)

@@ -16,6 +16,7 @@
     ├── ForkedProcessError                 a handle used in a child of the process that made it
     ├── DecisionChanged                    a captured shape that would now take the other path; .recorded, .found
     ├── VerificationFailed                 a launch whose bytes are not the chain's; .variant_id, .arch, .digest
+    ├── HookRefused                        an engine that cannot be hooked safely; .version, .changes
     └── CompilerUnavailable, CompileFailed, ...   from mlaprep.service.errors, where a client compiles itself
 
 Every message names what was asked, what was found, and what to do next. Attributes have defaults, so that
@@ -32,6 +33,7 @@ __all__ = [
     "DriverError",
     "FieldProblem",
     "ForkedProcessError",
+    "HookRefused",
     "KernelNotReady",
     "KernelUnavailable",
     "MlaprepError",
@@ -159,4 +161,16 @@ class VerificationFailed(MlaprepError):
         self.digest = digest
         self.operand = operand
         self.where = tuple(where)
+        super().__init__(message)
+
+
+class HookRefused(MlaprepError):
+    """An inference engine that is not there, or not the one a hook was made for; it runs unchanged.
+
+    ``version`` is the engine's own ("" where it is not there), ``changes`` one line for each name that differs.
+    """
+
+    def __init__(self, message: str, *, version: str = "", changes: Sequence[str] = ()) -> None:
+        self.version = version
+        self.changes = tuple(changes)
         super().__init__(message)
