@@ -29,7 +29,9 @@ LOOK_UPS = 20_000
 
 def main(cache: str, variant_id: str, arch: str, device: str, url: str | None = None) -> dict[str, Any]:
     spec, place = parse_variant_id(variant_id), {"arch": arch}
-    if device != "-":
+    if device == "-":
+        import http.client  # noqa: F401  # torch, which a worker has imported, loads it
+    else:
         import torch
 
         torch.zeros(1, device=torch.device("cuda", int(device)))  # a worker has its context before its kernels

@@ -288,10 +288,9 @@ class KernelClient:
             ForkedProcessError: the driver was opened in a parent process.
         """
         from mlaprep.clients.readiness import make_ready
-        from mlaprep.clients.wanted import wanted_specs
 
-        specs = wanted_specs(what, tp, **fields)
-        return make_ready(self, specs, devices, None if arch is None else as_arch(arch), progress, strict)
+        target = None if arch is None else as_arch(arch)
+        return make_ready(self, what, tp, fields, devices, target, progress, strict)
 
     def remember(
         self, positional: tuple[Any, ...], keywords: dict[str, Any], slots: tuple[int, ...], plan: "PreparedLaunch"

