@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import multiprocessing
+import operator
 import os
 import pickle
 import threading
@@ -297,3 +299,35 @@ def test_B026_a_driver_opened_before_a_fork_is_refused_in_the_child(monkeypatch:
     ):
         with pytest.raises(ForkedProcessError, match=f"opened in pid {os.getppid()} before the fork.*spawn"):
             call()
+
+
+@pytest.mark.parametrize("on_miss", ["fallback", "error"])
+def test_B046_a_cubin_that_the_driver_refuses_is_told_and_the_process_goes_on(
+    service: FakeService, driver: FakeDriver, spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, on_miss: Any
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise DriverError("asked the CUDA driver to load a cubin, found CUDA_ERROR_NO_BINARY_FOR_GPU (209)", code=209)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "load", refuse)
+        client = KernelClient(transport=service.transport(), store=MemoryStore(), on_miss=on_miss)
+        (missing,) = client.ensure_ready(spec, devices=0).missing
+        assert isinstance(missing.error, DriverError)
+        assert missing.error.code == 209
+        if on_miss == "error":
+            with pytest.raises(DriverError, match="209"):
+                client.serving_handle(spec, 0)
+        else:
+            assert client.serving_handle(spec, 0) is None
+            assert client.stats().fallbacks["driver-error"] == 1
+    assert client.ensure_ready(spec, devices=0).complete
+    assert client.serving_handle(spec, 0) is not None
+
+
+def test_a_spawned_process_makes_itself_ready_with_a_pickled_client(store: DiskStore, spec: KernelSpec) -> None:
+    store.publish(artifact_of(spec))
+    client = KernelClient(store=store, offline=True, on_miss="error", on_cold_capture="chain")
+    ready = operator.methodcaller("ensure_ready", spec, arch="sm_90a")
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        report = pool.apply_async(ready, (client,)).get(60)
+    assert [kernel.tier for kernel in report.kernels] == ["disk"]
