@@ -16,9 +16,19 @@ VARIABLE: Final = "MLAPREP_BUNDLE"
 _log: Final = logging.getLogger(__name__)
 
 
+Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+
 def bundles_by_environment(environ: Mapping[str, str]) -> tuple[str, ...]:
     """The paths in ``MLAPREP_BUNDLE``, between colons; none where it is not set or empty."""
     return tuple(path for path in environ.get(VARIABLE, "").split(":") if path)
+
+
+def bundle_paths(given: Paths | None) -> tuple[str | os.PathLike[str], ...]:
+    """One path or several; those of the environment where none is given."""
+    if given is None:
+        return bundles_by_environment(os.environ)
+    return (given,) if isinstance(given, str | os.PathLike) else tuple(given)
 
 
 class Bundles:

@@ -37,6 +37,7 @@ from mlaprep.clients.cli_output import (
     stdout,
 )
 from mlaprep.clients.client import KernelClient
+from mlaprep.clients.errors import FieldProblem, SpecError
 from mlaprep.clients.pins import pinned_keys
 from mlaprep.clients.wording import count
 from mlaprep.kernels_cache.artifact import Manifest
@@ -72,6 +73,8 @@ def create(
 ) -> None:
     """Bundle kernels from the local cache, from the service where one is named, or compiled here. All or nothing."""
     specs = select_specs(presets, tps, variants, spec_file, overrides)
+    if not output.absolute().parent.is_dir():  # before anything is compiled for it
+        raise SpecError(FieldProblem("output", "a file in a folder that is not there", "a file in an existing folder"))
     key = None if sign_with is None else read_signing_key(sign_with)
     with KernelClient(url, token=token, store=open_store(cache_dir)) as client:
         outcomes = bring(specs, select_archs(archs), client.obtain, "bundling", quiet=as_json)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
-from mlaprep.clients.bundles import Bundles, bundles_by_environment
+from mlaprep.clients.bundles import Bundles, Paths, bundle_paths
 from mlaprep.clients.decisions import Decisions
 from mlaprep.clients.errors import ArtifactRejected, DriverError, KernelNotReady, KernelUnavailable
 from mlaprep.clients.misses import MissReporter, reports_by_environment
@@ -93,7 +93,7 @@ class KernelClient:
         trusted_keys: Pins = None,
         on_cold_capture: OnColdCapture = "error",
         report_misses: bool | None = None,
-        bundles: Iterable[str | os.PathLike[str]] | None = None,
+        bundles: Paths | None = None,
         max_specialisations: int | None = None,
     ) -> None:
         for name, value, words in (
@@ -110,7 +110,7 @@ class KernelClient:
             transport = RestTransport(url, token, timeout=timeout)
         if report_misses is None:
             report_misses = reports_by_environment()
-        paths = bundles_by_environment(os.environ) if bundles is None else tuple(bundles)
+        paths = bundle_paths(bundles)
         pins = pinned_keys(trusted_keys)
         if max_specialisations is None:
             max_specialisations = read_count("MLAPREP_MAX_SPECIALISATIONS", os.environ, MAX_SPECIALISATIONS)

@@ -8,7 +8,7 @@ from mlaprep.kernels_cache.trust import VARIABLE, TrustedKeys
 from mlaprep.templates.errors import FieldProblem, SpecError
 from mlaprep.templates.fields import describe
 
-Pins = TrustedKeys | str | Iterable[str | os.PathLike[str]] | None
+Pins = TrustedKeys | str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None
 """Keys (``ed25519:…``) or files of them; None for those of ``MLAPREP_TRUSTED_KEYS``, if it is set."""
 
 

@@ -34,14 +34,18 @@ class TrustedKeys:
         require_cryptography()
 
     @classmethod
-    def parse(cls, entries: str | Iterable[str | os.PathLike[str]]) -> Self:
+    def parse(cls, entries: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Self:
         """Keys from entries, each a key (``ed25519:…``) or a file of keys; a string holds several, between
-        commas or blanks.
+        commas or blanks, and a path is one file.
 
         Raises:
             SigningError: no entry, or one that is neither; no entry is repeated in the message.
         """
-        given = entries.replace(",", " ").split() if isinstance(entries, str) else list(entries)
+        given: list[str | os.PathLike[str]]
+        if isinstance(entries, str):
+            given = [*entries.replace(",", " ").split()]
+        else:
+            given = [entries] if isinstance(entries, os.PathLike) else list(entries)
         keys: list[PublicKey] = []
         for number, entry in enumerate(given, 1):
             try:

@@ -1,11 +1,14 @@
 """Signatures of manifests: what they cover, whose they are, and which keys may be configured."""
 
 import base64
+import contextlib
 import dataclasses
 import os
 import pickle
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +174,31 @@ def test_a_new_signature_shows_in_a_list_that_was_made_before(tmp_path: Path, ke
     DiskStore(store.root).publish(key.sign_artifact(ARTIFACT))
     assert list(store.list()) == [key.sign(MANIFEST)]
     assert list((store.root / "tmp").iterdir()) == []
+
+
+def test_whoever_reads_while_records_are_signed_anew_finds_them_whole(
+    tmp_path: Path, key: SigningKey, other: SigningKey
+) -> None:
+    store = DiskStore(tmp_path / "cache")
+    signed = [signer.sign_artifact(ARTIFACT) for signer in (key, other)]
+    store.publish(signed[0])
+    done = threading.Event()
+
+    def sign() -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(done.set)
+            writer = DiskStore(store.root)
+            for number in range(1, 61):
+                writer.publish(signed[number % 2])
+
+    with ThreadPoolExecutor(1) as pool:
+        signing = pool.submit(sign)
+        reads = 0
+        while not done.is_set() or not reads:
+            assert store.get(ARTIFACT.key) in signed
+            reads += 1
+        signing.result()
+    assert (store.stats().damaged, store.stats().misses) == (0, 0)
 
 
 class TestKeyFiles:

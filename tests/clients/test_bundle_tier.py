@@ -83,6 +83,11 @@ class TestTier:
         with pytest.raises(KernelUnavailable):
             KernelClient(store=MemoryStore(), on_miss="error", offline=True).obtain(spec, arch)
 
+    def test_one_by_its_path_alone(self, path: Path, spec: KernelSpec, arch: Arch) -> None:
+        for given in (path, str(path)):
+            client = KernelClient(store=MemoryStore(), on_miss="error", offline=True, bundles=given)
+            assert client.obtain(spec, arch).tier == "bundle"
+
     def test_another_jinja_wrote_the_head(self, tmp_path: Path, spec: KernelSpec, arch: Arch) -> None:
         """No link in an archive would be found by a release with another fingerprint; the variant is."""
         path = tmp_path / "kernels.tar"

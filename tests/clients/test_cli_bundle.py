@@ -113,6 +113,8 @@ def test_a_key_that_cannot_sign_stops_before_anything_is_built(run: Run, tmp_pat
     ).stderr
     assert "chmod 600" in told
     assert not (tmp_path / "kernels.tar").exists()
+    told = run("bundle", "create", *KIMI, *nowhere, "-o", "none/kernels.tar", exit_code=2).stderr
+    assert told.startswith("error output: found a file in a folder that is not there")
     assert not (tmp_path / "nowhere").exists()
 
 

@@ -268,6 +268,7 @@ class TestConfiguration:
                 .tier
             )
 
+        assert tier(trusted_keys=[listed]) == tier(trusted_keys=listed) == tier(trusted_keys=str(listed)) == "service"
         assert tier(trusted_keys=[listed]) == tier(trusted_keys=keys[0].public.text) == "service"
         monkeypatch.setenv("MLAPREP_TRUSTED_KEYS", f"{keys[1].public.text},{listed}")
         assert tier() == "service"
