@@ -84,7 +84,7 @@ def _calls(
 
     def handle() -> KernelHandle:
         if not made:
-            artifact = obtain(spec_of(cell.heads, pdl=True, fixed=False), arch, kernels)
+            artifact = obtain(spec_of(cell.heads, pdl=True, fixed=True), arch, kernels)
             made.append(KernelHandle(artifact, cuda_driver()).load())
         return made[0]
 
@@ -116,7 +116,7 @@ def _calls(
         launcher = driver.prepare(loaded, parameters, manifest.launch["pdl"])
         values = argument_values(layer)
         packed = [values[name] for name, _ in parameters]
-        shape, buckets = RowShape.from_launch(manifest.launch), measured_buckets(manifest.arch)
+        shape, buckets = RowShape.from_launch(manifest.launch), measured_buckets(manifest.arch, False)
         plan = plan_launch(shape, cell.tokens, loaded.multiprocessors, buckets)
         stream = driver.current_stream(device)
 

@@ -187,14 +187,14 @@ def _resident() -> float | None:
 def _kernel_nvrtc(args: argparse.Namespace, arch: Arch) -> str | None:
     """The compiler of our kernels; where there is none to be had, the cells will say why."""
     try:
-        return obtain(spec_of(args.heads[0], pdl=True, fixed=False), arch, args.cubins).manifest.nvrtc_version
+        return obtain(spec_of(args.heads[0], pdl=True, fixed=True), arch, args.cubins).manifest.nvrtc_version
     except Exception:
         return None
 
 
 def _specs(args: argparse.Namespace) -> Iterator[KernelSpec]:
     """Every kernel that a run with these arguments calls."""
-    forms = ((True, False), (True, True), (False, False))
+    forms = ((True, True), (True, False), (False, True))
     for heads in sorted({*args.heads, *EAGER_HEADS, HOST_HEADS}):
         yield from (spec_of(heads, pdl=pdl, fixed=fixed) for pdl, fixed in forms)
     for heads in sorted({*args.rope_heads, *EAGER_HEADS}):

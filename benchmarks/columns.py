@@ -3,13 +3,13 @@
 CHAIN, COMPILED, SGLANG_PDL, SGLANG_NOPDL = "chain", "compiled", "sglang_pdl", "sglang_nopdl"
 VLLM_PDL, TRITON_PDL = "vllm_structure_pdl", "triton_pdl"
 FLASHINFER_SCATTER, FLASHINFER_APPEND = "flashinfer_scatter_pdl", "flashinfer_append_pdl"
-OURS_PDL, OURS_FIXED_PDL, OURS_NOPDL = "ours_pdl", "ours_fixed_pdl", "ours_nopdl"
+OURS_PDL, OURS_GENERAL_PDL, OURS_NOPDL = "ours_pdl", "ours_general_pdl", "ours_nopdl"
 FLOOR_PDL, FLOOR_NOPDL, GRID_PDL = "floor_pdl", "floor_nopdl", "grid_pdl"
 
 PEERS = (
     CHAIN, COMPILED, SGLANG_PDL, SGLANG_NOPDL, VLLM_PDL, TRITON_PDL, FLASHINFER_SCATTER, FLASHINFER_APPEND,
 )  # fmt: skip
-OURS = (OURS_PDL, OURS_FIXED_PDL, OURS_NOPDL)
+OURS = (OURS_PDL, OURS_GENERAL_PDL, OURS_NOPDL)
 
 SHORT = {
     CHAIN: "chain",
@@ -21,7 +21,7 @@ SHORT = {
     FLASHINFER_SCATTER: "FI+scat",
     FLASHINFER_APPEND: "FI app",
     OURS_PDL: "ours",
-    OURS_FIXED_PDL: "fixed",
+    OURS_GENERAL_PDL: "general",
     OURS_NOPDL: "our -PDL",
     FLOOR_PDL: "floor",
     FLOOR_NOPDL: "fl -PDL",
@@ -30,9 +30,9 @@ SHORT = {
 """Heads of a printed table, in its order."""
 
 PLAIN = (
-    CHAIN, COMPILED, SGLANG_PDL, SGLANG_NOPDL, VLLM_PDL, TRITON_PDL, OURS_PDL, OURS_FIXED_PDL, OURS_NOPDL,
+    CHAIN, COMPILED, SGLANG_PDL, SGLANG_NOPDL, VLLM_PDL, TRITON_PDL, OURS_PDL, OURS_GENERAL_PDL, OURS_NOPDL,
     FLOOR_PDL, FLOOR_NOPDL, GRID_PDL,
 )  # fmt: skip
 ROPE = (
-    FLASHINFER_SCATTER, FLASHINFER_APPEND, OURS_PDL, OURS_FIXED_PDL, OURS_NOPDL, FLOOR_PDL, FLOOR_NOPDL, GRID_PDL,
+    FLASHINFER_SCATTER, FLASHINFER_APPEND, OURS_PDL, OURS_GENERAL_PDL, OURS_NOPDL, FLOOR_PDL, FLOOR_NOPDL, GRID_PDL,
 )  # fmt: skip

@@ -14,7 +14,7 @@ from columns import (
     FLOOR_NOPDL,
     FLOOR_PDL,
     GRID_PDL,
-    OURS_FIXED_PDL,
+    OURS_GENERAL_PDL,
     OURS_NOPDL,
     OURS_PDL,
     SGLANG_NOPDL,
@@ -98,9 +98,9 @@ class Contenders:
                 TRITON_PDL, "a Triton version, PDL, the fastest of its configurations", PEER,
                 lambda cell, layers: _triton_forms(),
             ),
-            self._ours(OURS_PDL, "ours, PDL, strides at launch: what prepare() loads", pdl=True, fixed=False),
-            self._ours(OURS_FIXED_PDL, "ours, PDL, strides compiled in", pdl=True, fixed=True),
-            self._ours(OURS_NOPDL, "ours, no PDL, strides at launch", pdl=False, fixed=False),
+            self._ours(OURS_PDL, "ours, PDL, strides compiled in: what prepare() loads", pdl=True, fixed=True),
+            self._ours(OURS_GENERAL_PDL, "ours, PDL, strides at launch", pdl=True, fixed=False),
+            self._ours(OURS_NOPDL, "ours, no PDL, strides compiled in", pdl=False, fixed=True),
             *self._floors(),
         ]  # fmt: skip
 
@@ -115,13 +115,13 @@ class Contenders:
                 FLASHINFER_APPEND, "FlashInfer's one-launch rope, quantise and append, PDL", PEER,
                 lambda cell, layers: [Form(self._flashinfer.append(layers))],
             ),
-            self._ours(OURS_PDL, "ours, PDL, strides at launch: what prepare() loads", pdl=True, fixed=False),
-            self._ours(OURS_FIXED_PDL, "ours, PDL, strides compiled in", pdl=True, fixed=True),
-            self._ours(OURS_NOPDL, "ours, no PDL, strides at launch", pdl=False, fixed=False),
+            self._ours(OURS_PDL, "ours, PDL, strides compiled in: what prepare() loads", pdl=True, fixed=True),
+            self._ours(OURS_GENERAL_PDL, "ours, PDL, strides at launch", pdl=True, fixed=False),
+            self._ours(OURS_NOPDL, "ours, no PDL, strides compiled in", pdl=False, fixed=True),
             *self._floors(),
         ]  # fmt: skip
 
-    def handle(self, cell: Cell, *, pdl: bool = True, fixed: bool = False) -> KernelHandle:
+    def handle(self, cell: Cell, *, pdl: bool = True, fixed: bool = True) -> KernelHandle:
         key = (cell.heads, pdl, fixed, cell.rope)
         if key not in self._handles:
             spec = spec_of(cell.heads, pdl=pdl, fixed=fixed, rope=cell.rope)
@@ -130,7 +130,10 @@ class Contenders:
 
     def plan(self, cell: Cell, handle: KernelHandle) -> LaunchConfig:
         """How the handle launches the cell here."""
-        shape, buckets = RowShape.from_launch(handle.artifact.manifest.launch), measured_buckets(self._arch.name)
+        shape, buckets = (
+            RowShape.from_launch(handle.artifact.manifest.launch),
+            measured_buckets(self._arch.name, handle.spec.rope != "none"),
+        )
         return plan_launch(shape, cell.tokens, self._multiprocessors, buckets)
 
     def _ours(self, name: str, title: str, *, pdl: bool, fixed: bool) -> Contender:

@@ -92,12 +92,12 @@ def run_facts(record: dict[str, Any]) -> Iterator[str]:
 
 
 def goals(record: dict[str, Any]) -> Iterator[str]:
-    yield "| goal | limit | found | strides compiled in | cells | |\n|---|---|---|---|---|---|"
+    yield "| goal | limit | found | strides at launch | cells | |\n|---|---|---|---|---|---|"
     for goal in record["goals"]:
         limit = f"{'≥' if goal['at_least'] else '≤'} {goal['limit']:g}"
-        found, fixed = ("" if goal[key] is None else f"{goal[key]:.3f}" for key in ("found", "fixed"))
+        found, general = ("" if goal[key] is None else f"{goal[key]:.3f}" for key in ("found", "general"))
         verdict = {True: "met", False: "**missed**", None: "not measured"}[goal["pass"]]
-        yield f"| {goal['goal']} | {limit} | {found} | {fixed} | {goal['cells']} | {verdict} |"
+        yield f"| {goal['goal']} | {limit} | {found} | {general} | {goal['cells']} | {verdict} |"
 
 
 def times(rope: bool, mode: str) -> Callable[[dict[str, Any]], Iterator[str]]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from columns import OURS_FIXED_PDL, OURS_PDL
+from columns import OURS_GENERAL_PDL, OURS_PDL
 from report import BANDWIDTH_ROWS, FLOOR_TOKENS, SMALL_TOKENS, counted, geometric_mean, over_floor
 
 Cells = list[dict[str, Any]]
@@ -12,8 +12,8 @@ Cells = list[dict[str, Any]]
 def evaluate(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Every goal with its limit and what was found, over cold and hot cells together.
 
-    ``found`` is of the kernel that takes every stride at launch, as ``prepare()`` loads it; ``fixed`` of the one
-    with strides compiled in. ``pass`` is None where nothing was measured.
+    ``found`` is of the kernel with strides compiled in, as ``prepare()`` loads it; ``general`` of the one
+    that takes every stride at launch. ``pass`` is None where nothing was measured.
     """
     cells = record["cells"]
     plain, rope = ([cell for cell in cells if cell["rope"] == which] for which in (False, True))
@@ -39,29 +39,29 @@ def evaluate(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def lines(goals: list[dict[str, Any]]) -> str:
-    """The goals as a table; ``fixed`` is of the kernel with strides compiled in."""
-    shown = [f"{'goal':<76}{'limit':>8}{'found':>9}{'fixed':>9}  cells"]
+    """The goals as a table; ``general`` is of the kernel that takes strides at launch."""
+    shown = [f"{'goal':<76}{'limit':>8}{'found':>9}{'general':>9}  cells"]
     for goal in goals:
         limit = f"{'>=' if goal['at_least'] else '<='} {goal['limit']:.2f}"
-        found, fixed = ("-" if goal[key] is None else f"{goal[key]:.3f}" for key in ("found", "fixed"))
+        found, general = ("-" if goal[key] is None else f"{goal[key]:.3f}" for key in ("found", "general"))
         verdict = {True: "pass", False: "FAIL", None: "not measured"}[goal["pass"]]
-        shown.append(f"{goal['goal']:<76}{limit:>8}{found:>9}{fixed:>9}{goal['cells']:>7}  {verdict}")
+        shown.append(f"{goal['goal']:<76}{limit:>8}{found:>9}{general:>9}{goal['cells']:>7}  {verdict}")
     return "\n".join(shown)
 
 
 Found = tuple[float | None, float | None, int]
-"""Of ours, of ours with strides compiled in, and over how many cells."""
+"""Of ours, of ours with strides at launch, and over how many cells."""
 
 
 def _goal(text: str, limit: float, found: Found, *, at_least: bool = False) -> dict[str, Any]:
-    ours, fixed, cells = found
+    ours, general, cells = found
     passed = None if ours is None else ours >= limit if at_least else ours <= limit
     return {
         "goal": text,
         "limit": limit,
         "at_least": at_least,
         "found": ours,
-        "fixed": fixed,
+        "general": general,
         "cells": cells,
         "pass": passed,
     }
@@ -72,13 +72,13 @@ def _ratios(cells: Cells, name: str) -> list[float]:
 
 
 def _mean(cells: Cells, over: str) -> Found:
-    ours, fixed = (_ratios(cells, which + over) for which in ("ours", "fixed"))
-    return geometric_mean(ours), geometric_mean(fixed), len(ours)
+    ours, general = (_ratios(cells, which + over) for which in ("ours", "general"))
+    return geometric_mean(ours), geometric_mean(general), len(ours)
 
 
 def _extreme(pick: Callable[..., Any], cells: Cells, over: str) -> Found:
-    ours, fixed = (_ratios(cells, which + over) for which in ("ours", "fixed"))
-    return pick(ours, default=None), pick(fixed, default=None), len(ours)
+    ours, general = (_ratios(cells, which + over) for which in ("ours", "general"))
+    return pick(ours, default=None), pick(general, default=None), len(ours)
 
 
 def _of_chain(cells: Cells) -> Found:
@@ -87,16 +87,16 @@ def _of_chain(cells: Cells) -> Found:
 
 
 def _over_floor(cells: Cells) -> Found:
-    ours, fixed = (_present(over_floor(cell, name) for cell in cells) for name in (OURS_PDL, OURS_FIXED_PDL))
-    return max(ours, default=None), max(fixed, default=None), len(ours)
+    ours, general = (_present(over_floor(cell, name) for cell in cells) for name in (OURS_PDL, OURS_GENERAL_PDL))
+    return max(ours, default=None), max(general, default=None), len(ours)
 
 
 def _share(cells: Cells, copy_gb_per_s: float) -> Found:
-    ours, fixed = (
+    ours, general = (
         [cell["results"][name]["gb_per_s"] for cell in cells if counted(cell["results"], name)]
-        for name in (OURS_PDL, OURS_FIXED_PDL)
+        for name in (OURS_PDL, OURS_GENERAL_PDL)
     )
-    shares = [round(min(values) / copy_gb_per_s, 4) if values else None for values in (ours, fixed)]
+    shares = [round(min(values) / copy_gb_per_s, 4) if values else None for values in (ours, general)]
     return shares[0], shares[1], len(ours)
 
 

@@ -17,7 +17,7 @@ from columns import (
     FLASHINFER_APPEND,
     FLASHINFER_SCATTER,
     FLOOR_PDL,
-    OURS_FIXED_PDL,
+    OURS_GENERAL_PDL,
     OURS_PDL,
     SGLANG_PDL,
     TRITON_PDL,
@@ -36,7 +36,7 @@ LOOKS = {
     FLASHINFER_SCATTER: ("FlashInfer rope-quantise + scatter", "#e15759", "-"),
     FLASHINFER_APPEND: ("FlashInfer one-launch append", "#f28e2b", "-"),
     OURS_PDL: ("ours", "#1f5fa8", "-"),
-    OURS_FIXED_PDL: ("ours, strides compiled in", "#1f5fa8", ":"),
+    OURS_GENERAL_PDL: ("ours, strides compiled in", "#1f5fa8", ":"),
     FLOOR_PDL: ("empty kernel", "#000000", "--"),
 }
 FILES = ("times.png", "ratios.png", "roofline.png", "rope.png")

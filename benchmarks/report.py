@@ -11,7 +11,7 @@ from columns import (
     CHAIN,
     FLOOR_PDL,
     OURS,
-    OURS_FIXED_PDL,
+    OURS_GENERAL_PDL,
     OURS_NOPDL,
     OURS_PDL,
     PEERS,
@@ -30,17 +30,22 @@ BANDWIDTH_ROWS = 65536
 BEST = "best peer"
 RATIOS = {
     "ours/sglang": (OURS_PDL, SGLANG_PDL),
-    "fixed/sglang": (OURS_FIXED_PDL, SGLANG_PDL),
+    "general/sglang": (OURS_GENERAL_PDL, SGLANG_PDL),
     "ours/sglang, no PDL": (OURS_NOPDL, SGLANG_NOPDL),
     "ours/best": (OURS_PDL, BEST),
-    "fixed/best": (OURS_FIXED_PDL, BEST),
+    "general/best": (OURS_GENERAL_PDL, BEST),
     "chain/ours": (CHAIN, OURS_PDL),
 }
-_RATIO_HEADS = {"ours/sglang": "ours/SGL", "ours/best": "ours/best", "fixed/best": "fix/best", "chain/ours": "chain/us"}
-_ROPE_RATIO_HEADS = {"ours/best": "ours/best", "fixed/best": "fix/best"}
+_RATIO_HEADS = {
+    "ours/sglang": "ours/SGL",
+    "ours/best": "ours/best",
+    "general/best": "gen/best",
+    "chain/ours": "chain/us",
+}
+_ROPE_RATIO_HEADS = {"ours/best": "ours/best", "general/best": "gen/best"}
 _MARKS = {"equal": "=", "near": "≈", "overflow": "~", "WRONG": "!"}
 LEGEND = (
-    "µs a layer; -PDL: without PDL; fixed: strides compiled in; vLLM*: its structure, re-created; grid: an empty\n"
+    "µs a layer; -PDL: without PDL; general: strides at launch; vLLM*: its structure, re-created; grid: an empty\n"
     "kernel in as many blocks as ours. After each time: = its bytes are the reference's, ~ they are but for values\n"
     "beyond e4m3's range (torch's own cast before 2.13), ≈ they are but for rotated values one step of e4m3 apart,\n"
     "! WRONG: such a time counts nowhere."

@@ -36,7 +36,7 @@ from mlaprep.templates.spec import KernelSpec
 LAYERS = 24
 HEADS = (8, 12, 16, 32, 64, 96, 128)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-ROPE_HEADS, ROPE_TOKENS = (16, 128), (1, 16, 64, 256, 1024)
+ROPE_HEADS, ROPE_TOKENS = (16, 64, 128), (1, 4, 16, 64, 256, 1024)
 WIDE_HEADS, WIDE_TOKENS = (12, 128), (1, 16, 64, 256, 1024)
 """Where 8 elements a thread are tried as well."""
 ROUNDS = 3
@@ -85,7 +85,11 @@ def main() -> int:
         torch.cuda.empty_cache()
     else:
         record["complete"] = True
-    record["buckets"] = buckets_of(choices(record["trials"]))
+    record["buckets"] = [
+        {"rotates": rotates} | bucket
+        for rotates in (False, True)
+        for bucket in buckets_of(choices(record["trials"], rotates))
+    ]
     record["gain"] = gain(record["trials"])
     record["wall_s"] = round(time.monotonic() - started, 1)
     report.write(record, out)
@@ -107,11 +111,14 @@ def launches(shape: RowShape, tokens: int, multiprocessors: int) -> dict[int, La
     return found
 
 
-def choices(trials: list[dict[str, Any]]) -> dict[tuple[int, int], int]:
-    """(rows a token, tokens) to the target that loses least over modes and kernels; 0 keeps the default."""
+def choices(trials: list[dict[str, Any]], rotates: bool) -> dict[tuple[int, int], int]:
+    """(rows a token, tokens) to the target that loses least over modes, for kernels that rotate or for the others;
+    0 keeps the default."""
     groups: dict[tuple[int, int], list[dict[str, float]]] = {}
     for trial in trials:
-        if "us" in trial and trial["elements"] is None and trial["verdict"] == "equal":
+        if "us" not in trial or trial["rope"] is not rotates:
+            continue
+        if trial["elements"] is None and trial["verdict"] == "equal":
             groups.setdefault((trial["heads"] + 1, trial["tokens"]), []).append(trial["us"])
     chosen = {}
     for key, timings in groups.items():
@@ -156,14 +163,15 @@ def buckets_of(chosen: dict[tuple[int, int], int], default: tuple[int, int, int]
 
 def gain(trials: list[dict[str, Any]]) -> dict[str, Any]:
     """The chosen block size's time over the default's: geometric mean and extremes over cells and modes."""
-    chosen = choices(trials)
+    chosen = {rotates: choices(trials, rotates) for rotates in (False, True)}
     found, wide = [], []
     for trial in trials:
         if "us" not in trial:
             continue
         us = trial["us"]
         if trial["elements"] is None:
-            found.append(us[str(chosen.get((trial["heads"] + 1, trial["tokens"]), _DEFAULT))] / us[str(_DEFAULT)])
+            target = chosen[trial["rope"]].get((trial["heads"] + 1, trial["tokens"]), _DEFAULT)
+            found.append(us[str(target)] / us[str(_DEFAULT)])
         else:
             plain = next((other for other in trials if _same_cell(other, trial)), None)
             if plain is not None:
@@ -214,7 +222,7 @@ def _measure(
     cell: Cell, elements: int | None, arch: Arch, args: argparse.Namespace, pools: Tensor, multiprocessors: int
 ) -> list[dict[str, Any]]:
     driver, device = cuda_driver(), torch.cuda.current_device()
-    artifact = obtain(spec_of(cell.heads, pdl=True, fixed=False, rope=cell.rope, elements=elements), arch, args.cubins)
+    artifact = obtain(spec_of(cell.heads, pdl=True, fixed=True, rope=cell.rope, elements=elements), arch, args.cubins)
     manifest = artifact.manifest
     parameters = [(name, kind) for name, kind in manifest.launch["parameters"]]
     launch = driver.prepare(driver.load(artifact.cubin, manifest.entry, device), parameters, True)
@@ -282,7 +290,7 @@ def _compile_only(args: argparse.Namespace) -> int:
         print("--compile-only needs --cubins DIR and --arch, such as sm_90a", file=sys.stderr)
         return 2
     specs: set[KernelSpec] = {
-        spec_of(cell.heads, pdl=True, fixed=False, rope=cell.rope, elements=elements) for cell, elements in _kernels()
+        spec_of(cell.heads, pdl=True, fixed=True, rope=cell.rope, elements=elements) for cell, elements in _kernels()
     }
     for spec in sorted(specs, key=lambda spec: spec.variant_id):
         print(obtain(spec, Arch(args.arch), args.cubins).manifest.variant_id)

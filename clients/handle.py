@@ -83,7 +83,7 @@ class KernelHandle:
         self._on_loaded = on_loaded
         self._parameters = tuple((name, kind) for name, kind in manifest.launch["parameters"])
         self._shape = RowShape.from_launch(manifest.launch)
-        self._buckets = measured_buckets(manifest.arch)
+        self._buckets = measured_buckets(manifest.arch, self.spec.rope != "none")
         self._devices: dict[int, _DeviceKernel] = {}
         self._layouts: LayoutTable | None = None
         self._loading = threading.Lock()
@@ -194,18 +194,20 @@ class KernelHandle:
             DriverError: the driver refused the launch.
             VerificationFailed: ``MLAPREP_VERIFY`` is on, and a byte differs from the unfused chain's.
         """
-        tensors = (
+        call = (
             q_nope, q_rope, k_nope, k_rope, kv_cache, loc,
-            positions, cos_sin_cache, q_scale_inv, kv_scale_inv, out,
+            positions, cos_sin_cache, q_scale_inv, kv_scale_inv, out, dcp_rank, reserved_slot,
         )  # fmt: skip
         if self._layouts is not None:
-            found = self._layouts.call((*tensors, dcp_rank, reserved_slot), _NO_KEYWORDS)
+            found = self._layouts.call(call, _NO_KEYWORDS)
             if found is not NotImplemented:
                 return None if isinstance(found, PreparedLaunch) else found
-        return self._first_call(tensors, dcp_rank, reserved_slot)
+        return self._first_call(call)
 
-    def _first_call(self, tensors: tuple[Any, ...], dcp_rank: int, reserved_slot: int | None) -> "Tensor | None":
+    def _first_call(self, call: tuple[Any, ...]) -> "Tensor | None":
         """A call whose layout is not remembered: checked, launched, and remembered if it can be."""
+        *given, dcp_rank, reserved_slot = call
+        tensors = tuple(given)
         operands = self._check(tensors, dcp_rank, reserved_slot)
         covered = self._coverage(operands, reserved_slot)
         if not covered:
@@ -224,7 +226,7 @@ class KernelHandle:
         if not self._switches.verify:
             if self._layouts is None:
                 self._layouts = open_layout_table()
-            self._layouts.add((*tensors, dcp_rank, reserved_slot), _NO_KEYWORDS, _SLOTS, plan)
+            self._layouts.add(call, _NO_KEYWORDS, _SLOTS, plan)
         return query if tensors[OUT] is None else tensors[OUT]
 
     def can_verify(self, device: "torch.device") -> bool:

@@ -41,7 +41,8 @@ class RowShape:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The block size that measured fastest for tokens of up to so many rows, and up to so many tokens."""
+    """The block size that measured fastest for tokens of up to so many rows, and up to so many tokens, with rotation
+    or without."""
 
     rows_per_token_max: int
     tokens_max: int
@@ -49,13 +50,14 @@ class Bucket:
 
 
 @functools.cache
-def measured_buckets(arch: str) -> tuple[Bucket, ...]:
-    """The buckets that ``benchmarks/tune_prepare.py`` measured on a GPU of this architecture, in the order to
-    look in; empty where none was measured."""
+def measured_buckets(arch: str, rotates: bool) -> tuple[Bucket, ...]:
+    """The buckets that ``benchmarks/tune_prepare.py`` measured on a GPU of this architecture for kernels that rotate,
+    or for those that do not, in the order to look in; empty where none was measured."""
     measured = json.loads(_MEASURED.read_text("utf-8"))["archs"].get(arch, {"buckets": []})
     return tuple(
         Bucket(bucket["rows_per_token_max"], bucket["tokens_max"], bucket["threads_per_block"])
         for bucket in measured["buckets"]
+        if bucket["rotates"] is rotates
     )
 
 

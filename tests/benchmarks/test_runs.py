@@ -70,7 +70,7 @@ def test_a_whole_run_leaves_a_complete_record(whole: tuple[dict[str, Any], str])
         (2, tokens, rope, mode) for rope in (False, True) for tokens in (1, 3) for mode in ("cold", "hot")
     ]
     for cell in record["cells"]:
-        for name in ("ours_pdl", "ours_fixed_pdl", "ours_nopdl"):
+        for name in ("ours_pdl", "ours_general_pdl", "ours_nopdl"):
             assert cell["results"][name]["check"]["verdict"] == "equal"
             assert cell["results"][name]["kernel"]["variant"].startswith("mla_prepare-h2")
         assert cell["results"]["grid_pdl"]["us"] == 2.0

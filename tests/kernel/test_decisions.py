@@ -171,7 +171,7 @@ def test_a_flip_between_two_captures_on_a_gpu(gpu: Gpu) -> None:
         def serving_handle(
             self, spec: KernelSpec, device: int, general: KernelSpec | None = None
         ) -> KernelHandle | None:
-            return super().serving_handle(spec, device) if self.has else None
+            return super().serving_handle(general or spec, device) if self.has else None
 
     client = Client(gpu)
     positional, whole, options = given(CALL, gpu.device)

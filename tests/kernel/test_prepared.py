@@ -294,15 +294,16 @@ def test_the_measured_buckets_are_what_a_plan_can_use() -> None:
     document = json.loads(Path(plan_module.__file__).with_name("launch_plans.json").read_text())
     assert document["schema"] == 1
     for arch in document["archs"]:
-        buckets = measured_buckets(Arch(arch).name)
-        assert buckets
-        for bucket in buckets:
-            for number in (bucket.rows_per_token_max, bucket.tokens_max, bucket.threads_per_block):
-                assert type(number) is int
-                assert number >= 1
-            assert bucket.threads_per_block <= MAX_THREADS_PER_BLOCK
-        assert sorted(buckets, key=lambda b: (b.rows_per_token_max, b.tokens_max)) == list(buckets)
-    assert measured_buckets("sm_100a") == ()
+        for rotates in (False, True):
+            buckets = measured_buckets(Arch(arch).name, rotates)
+            assert buckets
+            for bucket in buckets:
+                for number in (bucket.rows_per_token_max, bucket.tokens_max, bucket.threads_per_block):
+                    assert type(number) is int
+                    assert number >= 1
+                assert bucket.threads_per_block <= MAX_THREADS_PER_BLOCK
+            assert sorted(buckets, key=lambda b: (b.rows_per_token_max, b.tokens_max)) == list(buckets)
+    assert measured_buckets("sm_100a", False) == ()
 
 
 def test_layouts_are_bounded(table: LayoutTable) -> None:
