@@ -263,10 +263,14 @@ class KernelHandle:
         )
 
     def _result_like(self, operands: Operands) -> "Tensor":
+        """A tensor of the result's shape that owns no memory: ``empty_like`` of it costs half of ``empty``."""
         import torch
 
         one = torch.empty(1, dtype=operands.result_dtype, device=operands.device)
-        return one.expand(operands.tokens, operands.padded_heads, self.spec.row_width)
+        like: Tensor = one.expand(operands.tokens, operands.padded_heads, self.spec.row_width)
+        # Plans outlive a capture, and nothing that does may stay allocated in its pool.
+        one.untyped_storage().resize_(0)
+        return like
 
     def _check(self, tensors: tuple[Any, ...], dcp_rank: object, reserved_slot: object) -> Operands:
         """Operands from a call's tensors, in the order of :data:`TENSORS`."""

@@ -54,8 +54,8 @@ class PreparedLaunch:
     """None where no query is written."""
     result_dtype: "torch.dtype"
     like: "Tensor | None"
-    """A tensor of the result's shape, dtype and device with the memory of one element; None where no query is
-    made. ``empty_like`` of it costs half of what ``empty`` does."""
+    """A tensor of the result's shape, dtype and device without memory, which results are made like; None where no
+    query is made."""
 
     @property
     def ordinal(self) -> int:

@@ -1,6 +1,7 @@
 """explain: one line on the path of a call, which it does not take."""
 
 import dataclasses
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -215,9 +216,10 @@ def test_on_a_gpu_it_foretells_the_path(gpu: Gpu) -> None:
     for call, covered in CALLS.values():
         client = KernelClient(store=MemoryStore(), on_miss="compile")
         positional, whole, options = given(call, gpu.device)
+        gc.collect()
         before = torch.cuda.memory_allocated(gpu.device)
         found = explain(*positional, **options, client=client)
-        assert torch.cuda.memory_allocated(gpu.device) == before
+        assert torch.cuda.memory_allocated(gpu.device) <= before
         assert found.fused == covered
         assert not covered or (found.arch, found.source) == (gpu.arch.name, "compiled")
         assert whole is None or (whole == call.pool.poison).all()  # type: ignore[union-attr]

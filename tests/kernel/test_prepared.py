@@ -18,6 +18,7 @@ from mlaprep.clients import plan as plan_module
 from mlaprep.clients.errors import NotCovered
 from mlaprep.clients.handle import KernelHandle
 from mlaprep.clients.layouts import LayoutTable, PlainLayoutTable, open_layout_table
+from mlaprep.clients.operands import check_operands
 from mlaprep.clients.plan import LaunchConfig, measured_buckets
 from mlaprep.clients.prepared import TENSORS, PreparedLaunch
 from mlaprep.clients.reference import prepare_chain
@@ -304,6 +305,18 @@ def test_the_measured_buckets_are_what_a_plan_can_use() -> None:
                 assert bucket.threads_per_block <= MAX_THREADS_PER_BLOCK
             assert sorted(buckets, key=lambda b: (b.rows_per_token_max, b.tokens_max)) == list(buckets)
     assert measured_buckets("sm_100a", False) == ()
+
+
+def test_what_a_plan_keeps_owns_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans outlive a capture: what they kept of its pool would be in the way of torch's own graphs."""
+    calls = Calls(monkeypatch)
+    tensors = calls.tensors(0)
+    plan = calls.handle.plan(check_operands(*tensors))
+    assert plan.like is not None
+    assert plan.like.untyped_storage().nbytes() == 0
+    made = torch.empty_like(plan.like)
+    assert made.is_contiguous()
+    assert made.shape == (T, H, R + D)
 
 
 def test_layouts_are_bounded(table: LayoutTable) -> None:
