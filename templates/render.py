@@ -7,6 +7,7 @@ is an error, so no caller's text is ever part of a source.
 import contextlib
 import functools
 import hashlib
+import os
 import traceback
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, fields
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 import jinja2
 
+from mlaprep.templates import compiled
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.errors import FieldProblem, SpecError, TemplateError
 from mlaprep.templates.fields import DYNAMIC, STRIDE_FIELDS, TILE
@@ -107,7 +109,8 @@ def templates_fingerprint() -> str:
 @functools.cache
 def _template_files() -> Mapping[str, str]:
     """Every template's text by its file name."""
-    return {path.name: path.read_text("utf-8") for path in Path(__file__).parent.glob("*.j2")}
+    folder = Path(__file__).parent
+    return {name: (folder / name).read_text("utf-8") for name in os.listdir(folder) if name.endswith(".j2")}
 
 
 def new_environment(loader: jinja2.BaseLoader) -> jinja2.Environment:
@@ -134,8 +137,6 @@ def _load(name: str) -> tuple[str, str, None] | None:
 
 def _compiled_environment() -> jinja2.Environment | None:
     """Templates that are Python already; None where they were made from others, or by another jinja2."""
-    from mlaprep.templates import compiled
-
     return _environment_of_compiled() if templates_fingerprint() == compiled.FINGERPRINT else None
 
 
@@ -148,10 +149,8 @@ class _CompiledLoader(jinja2.BaseLoader):
     def load(
         self, environment: jinja2.Environment, name: str, globals: MutableMapping[str, Any] | None = None
     ) -> jinja2.Template:
-        from mlaprep.templates.compiled import TEMPLATES
-
         return jinja2.Template.from_module_dict(
-            environment, TEMPLATES[name](environment), environment.make_globals(globals)
+            environment, compiled.TEMPLATES[name](environment), environment.make_globals(globals)
         )
 
 

@@ -22,7 +22,7 @@ def main(variant_id: str, arch: str, *device: str) -> None:
     if device:
         import torch  # a worker has it
 
-        assert torch.cuda.is_available()
+        torch.zeros(1, device=torch.device("cuda", int(device[0])))  # and its context, before its kernels
         place = {"devices": int(device[0])}
     with KernelClient() as client:
         print("imported", flush=True)
