@@ -144,12 +144,12 @@ static int same_option(PyObject *one, PyObject *other)
     return equal > 0;
 }
 
-/* Whether a tensor may be lazily negated. Torch makes such a tensor as the imaginary part of a conjugate, so its dtype
- * is one that complex numbers have; to ask costs 0.1 µs a tensor. */
+/* Whether a tensor may be lazily negated: torch makes such a tensor of the wider floating-point types alone, as the
+ * imaginary part of a conjugate. To ask costs 0.1 µs a tensor. */
 static int may_be_negative(const Description *found)
 {
-    enum { FLOAT = 2 };
-    return found->dtype.code == FLOAT;
+    enum { FLOAT = 2, BFLOAT = 4 };
+    return found->dtype.code == FLOAT || found->dtype.code == BFLOAT;
 }
 
 /* Adds one tensor to the key. 1 if it can be part of one, 0 if not, -1 with an error that is the caller's. */

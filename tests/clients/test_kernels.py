@@ -39,7 +39,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def default(client: KernelClient, monkeypatch: pytest.MonkeyPatch) -> KernelClient:
     """The service's client, as the default one."""
-    monkeypatch.setattr(dispatch._default, "_client", client)
+    monkeypatch.setattr(dispatch._default, "client", client)
     return client
 
 
@@ -237,7 +237,7 @@ class TestListing:
         self, service: FakeService, store: DiskStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         offline = KernelClient(transport=service.transport(), store=store, offline=True)
-        monkeypatch.setattr(dispatch._default, "_client", offline)
+        monkeypatch.setattr(dispatch._default, "client", offline)
         assert dir(kernels) == sorted(preset_names())
         assert service.requests == []
 
