@@ -76,6 +76,7 @@ $(sglang)/.made:
 	@touch $@
 
 test-sglang: $(sglang)/.made
+	@PYTHONPATH=tests/namespace $(sglang)/bin/python tests/sglang_backend/check_plugin.py
 	@PYTHONPATH=tests/namespace $(sglang)/bin/python tests/sglang_backend/drive.py $(ARGS)
 
 # What a change to a template does to bytes, registers and machine code, beside the last saved run.
