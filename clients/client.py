@@ -314,15 +314,14 @@ class KernelClient:
             KernelNotReady: not known yet, and the device's stream is being captured.
             KernelUnavailable, ArtifactRejected, DriverError: no kernel, under ``on_miss="error"``.
         """
-        chosen = self.serving_spec(spec, device, general)
-        if general is not None and chosen != general:
-            handle = self._specialised(spec, device, general)
-            if handle is not None:
-                return handle
-            chosen = general
-        elif chosen != spec and not self._specialisations.has_room_for(spec):
-            self.misses.refused(spec, device)
-        spec = chosen
+        if general is not None and general != spec:
+            if self.serving_spec(spec, device, general) == spec:
+                handle = self._specialised(spec, device, general)
+                if handle is not None:
+                    return handle
+            elif not self._specialisations.has_room_for(spec):
+                self.misses.refused(spec, device)
+            spec = general
         try:
             handle = self._serving[spec, device]
         except KeyError:

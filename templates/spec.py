@@ -34,8 +34,15 @@ from mlaprep.templates.fields import (
 )
 
 
+class _HashedOnce:
+    """Room for a hash beside the fields, which neither comparison nor pickling looks at."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelSpec:
+class KernelSpec(_HashedOnce):
     """Everything a prepare kernel is specialised for, the architecture apart.
 
     R is ``kv_lora_rank``, D is ``rope_dim``, W = R + D. Omitted, ``None`` and the default are the same
@@ -108,6 +115,14 @@ class KernelSpec:
         problems = self._check_together()
         if problems:
             raise SpecError(problems)
+
+    def __hash__(self) -> int:
+        # Specs are looked up at every call, and to hash all fields takes longer than the rest of that.
+        try:
+            return self._hash
+        except AttributeError:
+            object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
+            return self._hash
 
     @property
     def row_width(self) -> int:

@@ -149,6 +149,7 @@ def test_B058_nothing_is_allocated_but_the_query_and_on_its_device(place: torch.
             for device in range(torch.cuda.device_count())
         ]
 
+    handle(*batch.operands())  # what is remembered of a layout is made on the device, and owns nothing there
     before = allocations()
     assert handle(*batch.operands(), out=out) is out
     assert allocations() == before
