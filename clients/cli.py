@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import typer
 from rich.text import Text
 
-from mlaprep.clients import cli_bundle, cli_cache, cli_kernels, cli_keys, cli_misses
+from mlaprep.clients import cli_bundle, cli_cache, cli_kernels, cli_keys, cli_misses, cli_warmup
 from mlaprep.clients.cli_inspect import Against, Resources, Sass, Save, View
 from mlaprep.clients.cli_kernels import bring, look, report
 from mlaprep.clients.cli_options import (
@@ -128,6 +128,7 @@ app.command("render")(cli_kernels.render)
 app.command("fetch")(cli_kernels.fetch)
 app.command("gc")(cli_cache.gc)
 app.command("misses")(cli_misses.misses)
+app.command("warmup")(cli_warmup.warmup)
 app.add_typer(cli_keys.app, name="keys")
 app.add_typer(cli_bundle.app, name="bundle")
 

@@ -88,7 +88,7 @@ def select_specs(
         SpecError: none is named, or one that cannot be.
         OSError: a spec file that cannot be read.
     """
-    fields = dict(_override(text) for text in overrides or ())
+    fields = override_fields(overrides)
     specs = []
     for name in presets or ():
         model = preset(name)
@@ -100,6 +100,11 @@ def select_specs(
     if not specs:
         raise SpecError(FieldProblem("kernels", "nothing", "--preset NAME, --variant ID or --spec FILE"))
     return list(dict.fromkeys(specs))
+
+
+def override_fields(overrides: Sequence[str] | None) -> dict[str, Any]:
+    """Spec fields from texts such as ``pdl=false``. Raises SpecError for a text without ``=``."""
+    return dict(_override(text) for text in overrides or ())
 
 
 def select_archs(names: Sequence[str] | None) -> list[Arch]:

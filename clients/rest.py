@@ -42,6 +42,7 @@ _PAUSES_S: Final = (0.05, 0.1)
 """Seconds at least between attempts; one attempt more than there are pauses."""
 
 _GOOD: Final = (200, 201)
+_ACCEPTED: Final = (200, 201, 202)
 _TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _PATIENCE_S: Final = 1.0  # a service that asks for a longer pause is not retried
 _PROBLEM_TYPE: Final = "urn:mlaprep:problem:"
@@ -154,6 +155,18 @@ class RestTransport:
         if time.monotonic() < self._down_until:
             raise ServiceUnreachable(f"{self.url} gave no answer a moment ago")
         self._ask_once("POST", path, time.monotonic() + timeout, _GOOD, json.dumps(document).encode())
+
+    def send(self, method: str, path: str, document: Any = None) -> Any:
+        """The parsed JSON that answers a request which is made once, within :attr:`timeout`.
+
+        Raises:
+            ServiceUnreachable: no usable answer.
+            ServiceRefused: an answer that is no success.
+            ArtifactRejected: an answer that is no JSON, or too long.
+        """
+        content = None if document is None else json.dumps(document).encode()
+        deadline = time.monotonic() + self.timeout
+        return self._within(deadline, lambda: parse_json(self._ask_once(method, path, deadline, _ACCEPTED, content)))
 
     def close(self) -> None:
         """Close connections; the transport opens new ones when it is used again."""

@@ -16,7 +16,17 @@ from mlaprep.service.body import BodyLimit
 from mlaprep.service.compiler import Compiler
 from mlaprep.service.drain import Drain, DrainGate
 from mlaprep.service.edge import Edge
-from mlaprep.service.routes import artifacts, health, inspection, kernels, misses, reference, variants, vocabulary
+from mlaprep.service.routes import (
+    artifacts,
+    health,
+    inspection,
+    kernels,
+    misses,
+    reference,
+    variants,
+    vocabulary,
+    warmups,
+)
 from mlaprep.service.schemas import ProblemReply
 from mlaprep.service.settings import Settings, read_settings
 from mlaprep.service.state import Service
@@ -28,6 +38,7 @@ _ROUTERS: Final = (
     variants.router,
     vocabulary.router,
     misses.router,
+    warmups.router,
     health.router,
     reference.router,
 )

@@ -11,6 +11,7 @@
     │   ├── CompileCrashed          the compiler died or ran out of memory, twice
     │   ├── QueueFull               as many kernels wait for a compiler as may
     │   └── BuilderClosed           the builder was closed while the kernel waited
+    ├── TooManyJobs                 as many warm-ups wait for their turn as may
     └── InspectError                a kernel whose machine code could not be shown
         ├── DisassemblerUnavailable nvdisasm is not there or does not start
         └── DisassemblyFailed       nvdisasm refused the code, took too long, or gave what cannot be read
@@ -103,6 +104,14 @@ class BuilderClosed(BuildError):
 
     def __init__(self) -> None:
         super().__init__("the compiler was closed before this kernel was built; ask a running service")
+
+
+class TooManyJobs(MlaprepError):
+    """Too many warm-ups wait already; start it again later."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        super().__init__(f"{limit} warm-ups wait for their turn already; start this one again once some are done")
 
 
 class InspectError(MlaprepError):

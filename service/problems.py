@@ -96,6 +96,7 @@ def invalid_fields(
         "invalid-request": "The request has values that are not allowed",
         "invalid-json": "The body is not JSON that can be accepted",
         "invalid-spec": "The kernel specification is not valid",
+        "invalid-plan": "The plan is not valid, and nothing was started",
         "unknown-arch": "No such architecture to build for",
     }[slug]
     return ProblemError(422, slug, title, "; ".join(map(str, problems[:_MAX_FIELDS])), problems=problems[:most])

@@ -150,6 +150,42 @@ class MissesRecordedReply(_Reply):
     ignored: int = Field(description="entries for kernels not known yet, of which there were too many", examples=[0])
 
 
+class JobFailureReply(_Reply):
+    """A kernel that a warm-up could not build."""
+
+    variant_id: str = Field(examples=[VARIANT_ID])
+    arch: str = Field(examples=[str(ARCH)])
+    detail: str = Field(examples=["the compiler took longer than 30 s"])
+
+
+class WarmupReply(_Reply):
+    """A warm-up job and how far it is."""
+
+    id: str = Field(description="names the job", examples=["0f3a6c1d2b4e5f60"])
+    state: Literal["queued", "running", "done", "failed", "cancelled", "interrupted"] = Field(examples=["running"])
+    total: int = Field(description="kernels of the plan, each once", examples=[40])
+    done: int = Field(description="kernels behind it: built, cached and failed", examples=[12])
+    built: int = Field(description="compiled for this job", examples=[10])
+    cached: int = Field(description="found built", examples=[2])
+    failed: int = Field(examples=[0])
+    created_at: str = Field(examples=["2026-01-31T12:00:00Z"])
+    started_at: str | None = Field(examples=["2026-01-31T12:00:00Z"])
+    finished_at: str | None = Field(examples=[None])
+    eta_s: float | None = Field(description="seconds left at the pace so far", examples=[1.4])
+    failures: list[JobFailureReply] = Field(description="the first of them", examples=[[]])
+    plan: dict[str, Any] | None = Field(
+        default=None,
+        description="the plan, every kernel spelled out; not in lists",
+        examples=[{"kernels": [{"variant_id": VARIANT_ID, "arch": [str(ARCH)]}]}],
+    )
+
+
+class WarmupsReply(_Reply):
+    """Warm-up jobs, the latest first."""
+
+    warmups: list[WarmupReply]
+
+
 class PresetVariantReply(_Reply):
     """The default variant of a preset at one tensor-parallel degree."""
 
@@ -282,6 +318,40 @@ def spec_body() -> dict[str, Any]:
         "description": "The variant in full, where a caller wants it checked against the path.",
         "content": {"application/json": {"schema": schema, "example": {"spec": {"num_heads": 12}}}},
     }
+
+
+def plan_body(max_entries: int, max_kernels: int) -> dict[str, Any]:
+    """OpenAPI request body of a warm-up plan."""
+    name = {"type": "string", "enum": [*map(str, ARCHS), "all"]}
+    archs = {"oneOf": [name, {"type": "array", "items": name, "minItems": 1}]}
+    degree = {"oneOf": [{"type": "integer"}, {"type": "array", "items": {"type": "integer"}}, {"const": "all"}]}
+    kinds: dict[str, dict[str, Any]] = {
+        "preset": {"preset": {"type": "string"}, "tp": degree, "set": {"type": "object"}},
+        "variant_id": {"variant_id": {"type": "string", "maxLength": 400, "pattern": "^mla_prepare(-[a-z0-9]+)+$"}},
+        "spec": {"spec": {"type": "object"}},
+    }
+    entries = [
+        {
+            "type": "object",
+            "properties": members | {"arch": archs},
+            "required": [kind],
+            "additionalProperties": False,
+        }
+        for kind, members in kinds.items()
+    ]
+    schema = {
+        "type": "object",
+        "properties": {
+            "arch": archs,
+            "kernels": {"type": "array", "items": {"oneOf": entries}, "maxItems": max_entries},
+            "misses": {"type": "integer", "minimum": 0, "maximum": max_kernels},
+        },
+        "additionalProperties": False,
+    }
+    example = {"arch": [str(ARCH)], "kernels": [{"preset": "kimi-k3", "tp": [8]}]}
+    description = "which kernels to build: models, variants or specs, by architecture, and what workers lacked"
+    content = {"application/json": {"schema": schema, "example": example}}
+    return {"required": True, "description": description, "content": content}
 
 
 def misses_body(reasons: Sequence[str], max_entries: int, max_count: int) -> dict[str, Any]:

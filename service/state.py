@@ -21,6 +21,8 @@ from mlaprep.kernels_cache.store import KernelStore, MemoryStore, TieredStore
 from mlaprep.service.builder import Builder, Built, Target
 from mlaprep.service.catalog import Catalog
 from mlaprep.service.compiler import Compiler
+from mlaprep.service.job_store import JobStore
+from mlaprep.service.jobs import Jobs
 from mlaprep.service.misses import Misses, folder_of
 from mlaprep.service.settings import Settings
 from mlaprep.service.toolchain import Toolchain, buildable_archs, conflicts
@@ -34,6 +36,13 @@ Ts = TypeVarTuple("Ts")
 _READERS: Final = 4
 
 
+@dataclass(slots=True)
+class Streams:
+    """Streams of events that are open."""
+
+    open: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
     """The parts behind an application, made together and closed together."""
@@ -44,12 +53,14 @@ class Service:
     builder: Builder
     catalog: Catalog
     misses: Misses
+    jobs: Jobs
     warnings: tuple[str, ...]
     """What is wrong with the installation without keeping it from working."""
     owns_compiler: bool
     signing_key: SigningKey | None = None
     reading: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_READERS))
     """Bounds the threads of calls that look at the whole store, so that kernels are handed out meanwhile."""
+    streams: Streams = field(default_factory=Streams)
 
     @classmethod
     def assemble(
@@ -78,8 +89,10 @@ class Service:
             queue_limit=settings.compile_queue,
         )
         warnings = (*conflicts(), *([cache_warning] if cache_warning else []))
-        misses = Misses(folder_of(store))
-        return cls(settings, store, compiler, builder, Catalog(builder), misses, warnings, owns_compiler, signing_key)
+        folder = folder_of(store)
+        misses, jobs = Misses(folder), Jobs(builder, JobStore(folder))
+        catalog = Catalog(builder)
+        return cls(settings, store, compiler, builder, catalog, misses, jobs, warnings, owns_compiler, signing_key)
 
     def signed(self, manifest: Manifest) -> Manifest:
         """A manifest as it is served: signed with the service's key, or as it is kept where it has none.
@@ -136,6 +149,7 @@ class Service:
 
     def close(self) -> None:
         """End what was assembled here; a compiler that was handed in is its giver's."""
+        self.jobs.close()
         self.misses.close()
         if self.owns_compiler:
             self.compiler.close()

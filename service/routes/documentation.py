@@ -13,11 +13,11 @@ _TITLES: Final = {
     401: "no token, or not the right one",
     403: "building is not allowed on this service",
     404: "not built, or no such resource",
-    409: "a prefix that fits several kernels",
+    409: "a prefix that fits several kernels, or a warm-up that is not finished",
     413: "a body above the limit",
     415: "a body that is not application/json",
     422: "a value that is not allowed; every field at fault is named",
-    429: "too many kernels wait for a compiler",
+    429: "too many kernels wait for a compiler, or too many warm-ups for their turn",
     503: "the tool that this needs is missing or died; Retry-After says when to ask again, where that may help",
     504: "the compile passed its deadline",
 }

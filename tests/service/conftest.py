@@ -56,6 +56,7 @@ def make_client(tmp_path: Path, compiler: Compiler, loop: Loop) -> Iterator[Clie
 
     yield make
     for client in made:
+        client.service.jobs.close()
         client.service.builder.close()
 
 
