@@ -149,7 +149,7 @@ def _here(plan: dict[str, Any], cache_dir: str | None, *, quiet: bool) -> Job:
     from mlaprep.service.job_store import JobStore
     from mlaprep.service.jobs import Jobs
     from mlaprep.service.misses import folder_of
-    from mlaprep.service.plans import parse_plan
+    from mlaprep.templates.plans import parse_plan
 
     targets = parse_plan(plan)
     store = open_store(cache_dir)

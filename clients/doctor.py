@@ -1,6 +1,7 @@
 """doctor: what this machine can do with kernels, what it lacks, and what to do about it."""
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import stat
@@ -24,6 +25,7 @@ from mlaprep.kernels_cache.bundle import Bundle
 from mlaprep.kernels_cache.disk import DiskStore
 from mlaprep.kernels_cache.errors import BundleError, CacheError
 from mlaprep.templates.arch import Arch
+from mlaprep.templates.environment import read_switch
 
 Status = Literal["ok", "warn", "missing"]
 
@@ -71,7 +73,13 @@ def examine(
     if compiler.status == "missing" and served and service.status == "ok":
         # A worker needs no compiler of its own.
         compiler = Check("NVRTC", "ok", "none here, and none is needed: the service compiles")
-    others = (check_packages(package_conflicts), check_driver(), check_torch(), check_cache(cache_dir))
+    others = (
+        check_packages(package_conflicts),
+        check_driver(),
+        check_torch(),
+        check_launches(),
+        check_cache(cache_dir),
+    )
     bundles = check_bundles()
     usable |= any(check.status == "ok" for check in bundles)
     return Examination((compiler, *others, *bundles, service, *check_trusted_keys(), *check_switches()), usable)
@@ -139,6 +147,20 @@ def check_torch() -> Check:
     if version.endswith("+cpu"):
         return Check("torch", "ok", f"{version}: the unfused chain on the CPU; launching needs a CUDA build")
     return Check("torch", "ok", version)
+
+
+def check_launches() -> Check:
+    """Whether remembered calls are launched by the extension in C, told without importing torch."""
+    try:
+        wanted = read_switch("MLAPREP_NATIVE", os.environ, default=True)
+    except SpecError as error:
+        return Check("launches", "missing", str(error), "correct it: the first launch would refuse to start")
+    if not wanted:
+        return Check("launches", "warn", "MLAPREP_NATIVE is off: by Python, some µs slower", "unset it")
+    if importlib.util.find_spec("mlaprep.clients._layouts") is None:
+        advice = "with a C compiler at hand, install mlaprep again: a launch then costs some µs less"
+        return Check("launches", "ok", f"by Python: the extension was not built. {advice}")
+    return Check("launches", "ok", "by the extension, where torch is 2.10 or later")
 
 
 def check_cache(cache_dir: str | os.PathLike[str] | None) -> Check:

@@ -6,6 +6,7 @@ from typing import Any, Final, Protocol
 
 from mlaprep.templates.errors import FieldProblem, SpecError
 from mlaprep.templates.fields import describe
+from mlaprep.templates.plans import parse_plan
 from mlaprep.templates.presets import preset
 from mlaprep.templates.spec import KernelSpec, parse_variant_id
 
@@ -21,8 +22,8 @@ class HasSpec(Protocol):
 
 
 Wanted = KernelSpec | str | Mapping[str, Any] | HasSpec
-"""One spec, variant id, preset name or handle; or a mapping with ``preset`` and ``tp``, or of spec fields alone, in
-which every value may be a list of values."""
+"""One spec, variant id, preset name or handle; a mapping with ``preset`` and ``tp``, or of spec fields alone, in which
+every value may be a list of values; or a warm-up plan, ``{"kernels": [...]}``, whose architectures are passed over."""
 
 
 def wanted_specs(
@@ -75,6 +76,9 @@ def _specs_of(item: Wanted, tp: "int | Iterable[int] | None", fields: Mapping[st
         return
     if isinstance(item, str):
         item = {"preset": item}
+    elif isinstance(item, Mapping) and "kernels" in item:
+        yield from dict.fromkeys(spec for spec, _ in parse_plan(item).targets)
+        return
     elif not isinstance(item, Mapping):
         raise TypeError(f"a {type(item).__name__} among the kernels; give preset names, variant ids, specs or mappings")
     given = {"tp": tp, **fields, **item}

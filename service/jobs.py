@@ -12,8 +12,8 @@ from typing import Final
 from mlaprep.service.builder import Builder, Built, Flight
 from mlaprep.service.errors import BuilderClosed, QueueFull, TooManyJobs
 from mlaprep.service.job_store import MAX_FAILURES, JobFailure, JobState, JobStore, WarmupJob
-from mlaprep.service.plans import Target, WarmupPlan, parse_plan
 from mlaprep.templates.errors import MlaprepError
+from mlaprep.templates.plans import Target, WarmupPlan, parse_plan
 
 MAX_WAITING: Final = 32
 """Jobs that may wait for their turn."""

@@ -57,7 +57,7 @@ class TestUsable:
     def test_a_compiler_is_enough(self, cache: Path) -> None:
         examination, checks = examined(cache)
         assert examination.usable
-        assert list(checks) == ["NVRTC", "packages", "CUDA driver", "torch", "cache", "service"]
+        assert list(checks) == ["NVRTC", "packages", "CUDA driver", "torch", "launches", "cache", "service"]
         assert checks["NVRTC"] == Check("NVRTC", "ok", "12.9.86")
 
     @pytest.mark.parametrize("name", ["MLAPREP_DISABLE", "MLAPREP_VERIFY"])
@@ -237,3 +237,22 @@ class TestOffline:
         for text in ("", "nonsense"):
             monkeypatch.setenv("MLAPREP_TRUSTED_KEYS", text)
             assert examined(cache)[1]["trusted keys"].status == "missing"
+
+
+@pytest.mark.parametrize(
+    ("value", "built", "status", "told"),
+    [
+        ("", True, "ok", "by the extension"),
+        ("", False, "ok", "was not built"),
+        ("0", True, "warn", "MLAPREP_NATIVE"),
+        ("ture", True, "missing", "MLAPREP_NATIVE"),
+    ],
+)
+def test_how_remembered_calls_are_launched(
+    monkeypatch: pytest.MonkeyPatch, value: str, built: bool, status: str, told: str
+) -> None:
+    monkeypatch.setenv("MLAPREP_NATIVE", value)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object() if built else None)
+    check = doctor.check_launches()
+    assert check.status == status
+    assert told in check.found

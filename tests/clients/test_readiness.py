@@ -331,3 +331,13 @@ def test_a_spawned_process_makes_itself_ready_with_a_pickled_client(store: DiskS
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         report = pool.apply_async(ready, (client,)).get(60)
     assert [kernel.tier for kernel in report.kernels] == ["disk"]
+
+
+def test_a_warm_up_plan_names_what_a_worker_loads() -> None:
+    plan = {
+        "arch": ["sm_90a", "sm_100a"],
+        "kernels": [{"preset": "kimi-k3", "tp": [8, 16]}, {"spec": {"num_heads": 12}}],
+    }
+    assert [spec.num_heads for spec in wanted_specs(plan)] == [12, 6]
+    with pytest.raises(SpecError, match=r"kernels\.0\.preset"):
+        wanted_specs({"kernels": [{"preset": "nobody"}]})

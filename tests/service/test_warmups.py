@@ -18,9 +18,9 @@ from mlaprep.service.compiler import Compiler
 from mlaprep.service.errors import CompileFailed, TooManyJobs
 from mlaprep.service.job_store import MAX_FAILURES, MAX_JOBS, JobFailure, JobStore, WarmupJob
 from mlaprep.service.jobs import MAX_WAITING, Jobs
-from mlaprep.service.plans import MAX_KERNELS, WarmupPlan, parse_plan
 from mlaprep.templates.arch import DEFAULT_ARCHS, Arch
 from mlaprep.templates.errors import SpecError
+from mlaprep.templates.plans import MAX_KERNELS, WarmupPlan, parse_plan
 from mlaprep.templates.spec import KernelSpec
 
 VARIANT = "mla_prepare-h12-r512-d64-bf16-fp8-norope-i64-pdl"

@@ -13,11 +13,11 @@ A plan is written as JSON or YAML::
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mlaprep.kernels_cache.key import canonical_json
 from mlaprep.templates.arch import ARCHS, DEFAULT_ARCHS, Arch
 from mlaprep.templates.errors import FieldProblem, SpecError
 from mlaprep.templates.fields import describe
@@ -52,7 +52,7 @@ class WarmupPlan:
     def digest(self) -> str:
         """sha256 over what is to be built and the templates it is built from: two plans of one digest are one job."""
         names = [[str(arch), spec.variant_id] for spec, arch in self.targets]
-        return hashlib.sha256(canonical_json([templates_fingerprint(), names]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([templates_fingerprint(), names]).encode()).hexdigest()
 
     def to_document(self) -> dict[str, Any]:
         """The plan with everything spelled out: variant ids by architecture."""
