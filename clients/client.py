@@ -1,20 +1,21 @@
 """KernelClient: gets kernels and loads them, for a worker."""
 
-import logging
 import os
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from mlaprep.clients.bundles import Bundles, Paths, bundle_paths
 from mlaprep.clients.decisions import Decisions
-from mlaprep.clients.errors import ArtifactRejected, DriverError, KernelNotReady, KernelUnavailable
+from mlaprep.clients.errors import KernelUnavailable
 from mlaprep.clients.misses import MissReporter, reports_by_environment
 from mlaprep.clients.named import as_arch, as_named, as_spec
-from mlaprep.clients.outlook import Outlook, foresee, known
+from mlaprep.clients.outlook import Outlook, foresee
 from mlaprep.clients.pins import Pins, pinned_keys
 from mlaprep.clients.rest import DEFAULT_TIMEOUT_S, RestTransport
+from mlaprep.clients.serving import OnColdCapture, OnMiss, Serving, arch_of, is_capturing
 from mlaprep.clients.specialise import MAX_SPECIALISATIONS, Specialisations
-from mlaprep.clients.stats import ClientStats, FallbackReason, Tally, Tier, reason_of
+from mlaprep.clients.stats import ClientStats, FallbackReason, Tally, Tier
 from mlaprep.clients.supply import KernelBuilder, KernelSupply, Obtained
 from mlaprep.clients.switches import Switches
 from mlaprep.kernels_cache.artifact import KernelArtifact
@@ -33,16 +34,25 @@ if TYPE_CHECKING:
     import torch
 
     from mlaprep.clients.handle import KernelHandle
-    from mlaprep.clients.launch import KernelDriver
     from mlaprep.clients.layouts import LayoutTable
     from mlaprep.clients.prepared import PreparedLaunch
     from mlaprep.clients.readiness import Progress, ReadinessReport
     from mlaprep.clients.wanted import Wanted
 
-OnMiss = Literal["compile", "fallback", "error"]
-OnColdCapture = Literal["error", "chain"]
 
-_log: Final = logging.getLogger(__name__)
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """What a client is made from, and all that a pickled one carries; see :class:`KernelClient`."""
+
+    on_miss: OnMiss
+    on_cold_capture: OnColdCapture
+    offline: bool
+    transport: RestTransport | None
+    store: KernelStore | None
+    trusted_keys: TrustedKeys | None
+    report_misses: bool
+    bundles: tuple[str | os.PathLike[str], ...]
+    max_specialisations: int
 
 
 class KernelClient:
@@ -115,51 +125,44 @@ class KernelClient:
         if max_specialisations is None:
             max_specialisations = read_count("MLAPREP_MAX_SPECIALISATIONS", os.environ, MAX_SPECIALISATIONS)
         self._configure(
-            on_miss, offline, transport, store, pins, on_cold_capture, report_misses, paths, max_specialisations
+            Configuration(
+                on_miss, on_cold_capture, offline, transport, store, pins, report_misses, paths, max_specialisations
+            )
         )
 
-    def _configure(
-        self,
-        on_miss: OnMiss,
-        offline: bool,
-        transport: RestTransport | None,
-        store: KernelStore | None,
-        trusted_keys: TrustedKeys | None,
-        on_cold_capture: OnColdCapture,
-        report_misses: bool,
-        bundles: tuple[str | os.PathLike[str], ...],
-        max_specialisations: int,
-    ) -> None:
-        self.on_miss = on_miss
-        self.on_cold_capture = on_cold_capture
-        self.offline = offline
+    def _configure(self, configuration: Configuration) -> None:
+        self._configuration = given = configuration
+        self.on_miss: OnMiss = given.on_miss
+        self.on_cold_capture: OnColdCapture = given.on_cold_capture
+        self.offline = given.offline
+        self.report_misses = given.report_misses
         self.switches = Switches.from_environment()
-        self._transport = transport
-        self._given_store = store
         self.tally = Tally()
         """What :meth:`stats` reports; ``prepare`` counts here too."""
-        self._trusted_keys = trusted_keys
-        self.report_misses = report_misses
-        self.misses = MissReporter(transport if report_misses and not offline else None, self.tally)
+        self.misses = MissReporter(self.service if given.report_misses else None, self.tally)
         """Tells the service of kernels that were lacking."""
-        self.bundles = Bundles(bundles)
+        self.bundles = Bundles(given.bundles)
         """Archives that are read below the store."""
         self._supply = KernelSupply(
             self._open_store,
-            None if offline else transport,
-            _open_builder if on_miss == "compile" else None,
-            no_service="offline, so no service was asked" if offline else "no service is configured",
+            self.service,
+            _open_builder if given.on_miss == "compile" else None,
+            no_service="offline, so no service was asked" if given.offline else "no service is configured",
             tally=self.tally,
-            trusted_keys=trusted_keys,
+            trusted_keys=given.trusted_keys,
             on_miss=self.misses.report,
             bundles=self.bundles,
         )
-        self._serving: dict[tuple[KernelSpec, int], KernelHandle | None] = {}
-        self._refusals: dict[tuple[KernelSpec, int], FallbackReason] = {}
-        self._handles: dict[tuple[KernelSpec, Arch], KernelHandle] = {}
+        self._serving = Serving(
+            self._supply.obtain,
+            self.tally,
+            self.misses,
+            on_miss=given.on_miss,
+            on_cold_capture=given.on_cold_capture,
+            specialisations=Specialisations(given.max_specialisations),
+        )
         self.decisions = Decisions()
         """Paths that captured shapes took."""
-        self._specialisations = Specialisations(max_specialisations)
         self.layouts: LayoutTable | None = None
         """Launches that ``prepare`` made through this client, by layout. A call that took the chain is not
         among them, since :meth:`load` may change its path."""
@@ -215,38 +218,22 @@ class KernelClient:
 
         wanted = as_spec(spec, fields)
         if device is None and arch is not None:
-            return self._handle(self.obtain(wanted, arch), None)
-        driver = cuda_driver()
-        ordinal = device_ordinal(device)
-        own = Arch.for_device(driver.capability(ordinal))
-        target = own if arch is None else as_arch(arch)
-        if target is None:
-            raise KernelUnavailable(
-                f"no kernel {wanted.variant_id} for device {ordinal}: none is built for its compute capability. "
-                "Use the unfused chain (mlaprep.clients.prepare does), or name an arch that the device can run",
-                variant_id=wanted.variant_id,
-            )
-        if target != own:
-            return self._handle(self.obtain(wanted, target), driver).load(ordinal)
-        return self.bring(wanted, target, ordinal)[0]
+            return self._serving.made(self.obtain(wanted, arch))
+        driver, ordinal = cuda_driver(), device_ordinal(device)
+        if arch is None:
+            return self._serving.bring(wanted, arch_of(wanted, ordinal), ordinal)[0]
+        target = as_arch(arch)
+        if target != Arch.for_device(driver.capability(ordinal)):
+            return self._serving.made(self.obtain(wanted, target), driver).load(ordinal)
+        return self._serving.bring(wanted, target, ordinal)[0]
 
     def bring(self, spec: KernelSpec, arch: Arch, device: int) -> "tuple[KernelHandle, Tier | Literal['loaded']]":
         """A kernel loaded on a device of its architecture, and the place that had it. Raises as :meth:`load` does."""
-        from mlaprep.clients.launch import cuda_driver
-
-        handle = self._serving.get((spec, device))
-        if handle is not None:
-            return handle, "loaded"
-        # Threads that come first together get one handle, and a handle loads its module once a device.
-        obtained = self.obtain(spec, arch)
-        handle = self._handles.get((spec, arch)) or self._handle(obtained, cuda_driver())
-        handle = self._handles.setdefault((spec, arch), handle).load(device)
-        self._serving[spec, device] = handle
-        return handle, obtained.tier
+        return self._serving.bring(spec, arch, device)
 
     def is_loaded(self, spec: KernelSpec, device: int) -> bool:
         """Whether :meth:`serving_handle` has the kernel at hand."""
-        return self._serving.get((spec, device)) is not None
+        return self._serving.is_loaded(spec, device)
 
     def ensure_ready(
         self,
@@ -306,64 +293,26 @@ class KernelClient:
         """The handle loaded on a device, loading it the first time; None where it is to be the unfused chain.
 
         None is remembered, so that one shape does not change its path while it is served; :meth:`load`
-        changes it. The look-up of what is known takes no lock and does no I/O. ``general`` is a spec that takes
-        the same calls: it serves where ``spec`` is not to be had, is one too many, or would have to be loaded
-        while the stream is being captured.
+        changes it. ``general`` is a spec that takes the same calls: it serves where ``spec`` is not to be had, is
+        one too many, or would have to be loaded while the stream is being captured.
 
         Raises:
             KernelNotReady: not known yet, and the device's stream is being captured.
             KernelUnavailable, ArtifactRejected, DriverError: no kernel, under ``on_miss="error"``.
         """
-        if general is not None and general != spec:
-            if self.serving_spec(spec, device, general) == spec:
-                handle = self._specialised(spec, device, general)
-                if handle is not None:
-                    return handle
-            elif not self._specialisations.has_room_for(spec):
-                self.misses.refused(spec, device)
-            spec = general
-        try:
-            handle = self._serving[spec, device]
-        except KeyError:
-            return self._first_handle(spec, device)
-        if handle is None:
-            self.tally.fall_back(self._refusals.get((spec, device), "no-kernel"))
-        return handle
-
-    def outlook(self, spec: KernelSpec, device: int) -> Outlook:
-        """What :meth:`serving_handle` would answer, without fetching, compiling or loading anything."""
-        try:
-            handle = self._serving[spec, device]
-        except KeyError:
-            exists = self._given_store is not None or default_cache_dir(os.environ).exists()
-            return foresee(spec, device, self._supply, self.on_miss, store_exists=exists)
-        return known(handle, self._refusals.get((spec, device), "no-kernel"))
+        return self._serving.handle(spec, device, general)
 
     def serving_spec(self, spec: KernelSpec, device: int, general: KernelSpec | None = None) -> KernelSpec:
         """Which of two specs :meth:`serving_handle` would take, the first one's kernel being had."""
-        if general is None or general == spec:
-            return spec
-        if (spec, device) in self._serving:
-            return general if self._serving[spec, device] is None else spec
-        if not self._specialisations.has_room_for(spec):
-            return general
-        try:
-            # Nothing is loaded during a capture, and the general kernel is the one that is loaded ahead.
-            return general if _is_capturing(device) else spec
-        except DriverError:
-            return spec
+        return self._serving.chosen(spec, device, general)
 
-    def _specialised(self, spec: KernelSpec, device: int, general: KernelSpec) -> "KernelHandle | None":
-        known = self._serving.get((spec, device))
-        if known is not None:
-            return known
-        if not self._specialisations.admit(spec):
-            return None
-        try:
-            return self._first_handle(spec, device, quiet=True)
-        except (KernelUnavailable, ArtifactRejected, DriverError) as error:
-            _log.info("no kernel with strides compiled in, so %s serves: %s", general.variant_id, error)
-            return self._serving.setdefault((spec, device), None)
+    def outlook(self, spec: KernelSpec, device: int) -> Outlook:
+        """What :meth:`serving_handle` would answer, without fetching, compiling or loading anything."""
+        found = self._serving.known(spec, device)
+        if found is not None:
+            return found
+        exists = self._configuration.store is not None or default_cache_dir(os.environ).exists()
+        return foresee(spec, device, self._supply, self.on_miss, store_exists=exists)
 
     def fall_back(self, reason: FallbackReason, found: str, decision: Hashable = None) -> None:
         """Count a call that goes without its kernel, and log it the first time that ``decision`` is met.
@@ -373,43 +322,12 @@ class KernelClient:
         self.tally.fall_back(reason, found, decision)
 
     def _open_store(self) -> KernelStore:
-        return open_default_store() if self._given_store is None else self._given_store
-
-    def _first_handle(self, spec: KernelSpec, device: int, quiet: bool = False) -> "KernelHandle | None":
-        try:
-            if _is_capturing(device):
-                if self.on_cold_capture == "chain":
-                    # Not remembered: the graph keeps the chain, and calls after the capture get their kernel.
-                    self.fall_back(
-                        "cold-capture", f"{spec.variant_id} is not loaded on device {device}", (spec, device)
-                    )
-                    return None
-                self.tally.fall_back("cold-capture")
-                raise KernelNotReady(
-                    f"asked for {spec.variant_id} on device {device} for the first time while its stream is being "
-                    "captured; load it before the capture: client.ensure_ready(...), or client.load(spec, device=...)"
-                )
-            return self.load(spec, device=device)
-        except (KernelUnavailable, ArtifactRejected, DriverError) as error:
-            if quiet or self.on_miss == "error":
-                raise
-            reason = self._refusals.setdefault((spec, device), reason_of(error))
-            self.fall_back(reason, f"{error}; for every call of this shape until it is loaded", (spec, device))
-            return self._serving.setdefault((spec, device), None)
-
-    def _handle(self, obtained: Obtained, driver: "KernelDriver | None") -> "KernelHandle":
-        from mlaprep.clients.handle import KernelHandle
-
-        return KernelHandle(obtained.artifact, driver, tier=obtained.tier, on_loaded=self._loaded)
-
-    def _loaded(self, handle: "KernelHandle", device: int, ms: float) -> None:
-        self.tally.load(ms)
-        name = handle.spec.variant_id
-        _log.info("loaded %s for %s on device %d from %s in %.1f ms", name, handle.arch, device, handle.tier, ms)
+        given = self._configuration.store
+        return open_default_store() if given is None else given
 
     def is_capturing(self, device: "torch.device") -> bool:
         """Whether torch's current stream of that device is being captured into a graph."""
-        return device.type == "cuda" and _is_capturing(device.index or 0)
+        return device.type == "cuda" and is_capturing(device.index or 0)
 
     def forget_graph(self, key: Hashable = None) -> None:
         """Forget which path was recorded under a graph key, ahead of capturing that graph anew on purpose.
@@ -426,13 +344,13 @@ class KernelClient:
     @property
     def service(self) -> RestTransport | None:
         """The service that is asked; None where none is configured, or the client is offline."""
-        return None if self.offline else self._transport
+        return None if self.offline else self._configuration.transport
 
     def stats(self) -> ClientStats:
         """Counts so far, in this process."""
         return self.tally.stats(
-            specialisations=len(self._specialisations),
-            specialisation_limit=self._specialisations.limit,
+            specialisations=len(self._serving.specialisations),
+            specialisation_limit=self._serving.specialisations.limit,
             layouts=0 if self.layouts is None else len(self.layouts),
             launches=0 if self.layouts is None else self.layouts.hits,
         )
@@ -446,11 +364,8 @@ class KernelClient:
         """Back to the configuration alone; what a parent process still uses is left to it."""
         self.misses.forget()
         self._supply.forget()
-        self._serving = {}
-        self._refusals = {}
-        self._handles = {}
+        self._serving.forget()
         self.decisions = Decisions()
-        self._specialisations.forget()
         self.layouts = None
 
     def __enter__(self) -> Self:
@@ -459,27 +374,16 @@ class KernelClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __getstate__(self) -> dict[str, Any]:
-        choices = {"on_miss": self.on_miss, "on_cold_capture": self.on_cold_capture, "offline": self.offline}
-        return choices | {
-            "transport": self._transport, "store": self._given_store, "trusted_keys": self._trusted_keys,
-            "report_misses": self.report_misses, "bundles": self.bundles.paths,
-            "max_specialisations": self._specialisations.limit,
-        }  # fmt: skip
+    def __getstate__(self) -> Configuration:
+        return self._configuration
 
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self._configure(**state)
+    def __setstate__(self, configuration: Configuration) -> None:
+        self._configure(configuration)
 
 
 def offline_by_environment() -> bool:
     """Whether ``MLAPREP_OFFLINE`` forbids every socket. Raises SpecError for a word that is no switch."""
     return read_switch("MLAPREP_OFFLINE", os.environ)
-
-
-def _is_capturing(device: int) -> bool:
-    from mlaprep.clients.launch import cuda_driver
-
-    return cuda_driver().is_capturing(device)
 
 
 def _open_builder(store: KernelStore) -> KernelBuilder:

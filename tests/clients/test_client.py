@@ -473,7 +473,7 @@ class TestLoad:
         driver.device_capability = capability
         with pytest.raises(KernelUnavailable, match="capability"):
             client.load(spec, device=0)
-        monkeypatch.setattr("mlaprep.clients.client._is_capturing", lambda device: False)
+        monkeypatch.setattr("mlaprep.clients.serving.is_capturing", lambda device: False)
         fallback = KernelClient(transport=service.transport(), store=MemoryStore(), on_miss="fallback")
         assert fallback.serving_handle(spec, 0) is None
         assert service.requests == []
@@ -485,7 +485,7 @@ class TestServingHandle:
     ) -> None:
         service.answer = lambda request: problem(404, "kernel-not-built")
         monkeypatch.setattr(launch, "cuda_driver", EmulatedDriver)
-        monkeypatch.setattr("mlaprep.clients.client._is_capturing", lambda device: False)
+        monkeypatch.setattr("mlaprep.clients.serving.is_capturing", lambda device: False)
         client = KernelClient(transport=service.transport(), store=MemoryStore(), on_miss="fallback")
         assert client.serving_handle(spec, 0) is None
         assert client.serving_handle(spec, 0) is None
@@ -496,14 +496,14 @@ class TestServingHandle:
     ) -> None:
         service.answer = lambda request: problem(404, "kernel-not-built")
         monkeypatch.setattr(launch, "cuda_driver", EmulatedDriver)
-        monkeypatch.setattr("mlaprep.clients.client._is_capturing", lambda device: False)
+        monkeypatch.setattr("mlaprep.clients.serving.is_capturing", lambda device: False)
         with pytest.raises(KernelUnavailable):
             client.serving_handle(spec, 0)
 
     def test_asks_nobody_during_capture(
         self, service: FakeService, client: KernelClient, spec: KernelSpec, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("mlaprep.clients.client._is_capturing", lambda device: True)
+        monkeypatch.setattr("mlaprep.clients.serving.is_capturing", lambda device: True)
         with pytest.raises(KernelNotReady, match="before the capture"):
             client.serving_handle(spec, 0)
         assert service.requests == []
@@ -515,7 +515,8 @@ class TestProcesses:
         client._supply._store = store
         again = pickle.loads(pickle.dumps(client))
         assert (again.on_miss, again.offline) == ("fallback", True)
-        assert (again._transport.url, again._transport.timeout) == ("http://kernels", 3)
+        transport = again._configuration.transport
+        assert (transport.url, transport.timeout) == ("http://kernels", 3)
         assert again._supply._store is None
         assert again.stats() == KernelClient().stats()
 
@@ -523,7 +524,7 @@ class TestProcesses:
         """A lock and a flight that another thread held at the moment of the fork would be held for ever."""
         supply = client._supply
         supply._lock.acquire()
-        client._transport._lock.acquire()
+        client.service._lock.acquire()
         try:
             read, write = os.pipe()
             child = os.fork()
@@ -534,7 +535,7 @@ class TestProcesses:
                     os._exit(0)
         finally:
             supply._lock.release()
-            client._transport._lock.release()
+            client.service._lock.release()
         os.close(write)
         with os.fdopen(read, "rb") as pipe:
             assert pipe.read() == artifact_of(spec).digest.encode()
@@ -558,11 +559,11 @@ class TestEnvironment:
         monkeypatch.setenv("MLAPREP_TOKEN", "secret")
         monkeypatch.setenv("MLAPREP_CACHE_DIR", str(tmp_path / "cache"))
         client = KernelClient()
-        assert client._transport is not None
-        assert (client._transport.url, client._transport._token) == ("http://elsewhere:1", "secret")
+        assert client.service is not None
+        assert (client.service.url, client.service._token) == ("http://elsewhere:1", "secret")
         assert isinstance(client.store, DiskStore)
         assert client.store.root == tmp_path / "cache"
-        assert KernelClient("http://here")._transport.url == "http://here"  # type: ignore[union-attr]
+        assert KernelClient("http://here").service.url == "http://here"  # type: ignore[union-attr]
 
     def test_making_a_client_does_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MLAPREP_CACHE_DIR", str(tmp_path / "cache"))

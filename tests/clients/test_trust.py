@@ -110,7 +110,7 @@ class TestRefused:
         with pytest.raises(ArtifactRejected) as caught:
             client.artifact(spec, arch)
         assert caught.value.reason == reason
-        assert not client._serving
+        assert not client._serving._serving
         assert KernelClient(store=store, on_miss="error").artifact(spec, arch) == artifact
 
     def test_a_good_one_from_the_service_takes_its_place(

@@ -114,7 +114,7 @@ def test_no_place_left(driver: EmulatedDriver) -> None:
 
 
 def test_a_refusal_is_told(driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlaprep.clients.client._is_capturing", lambda device: False)
+    monkeypatch.setattr("mlaprep.clients.serving.is_capturing", lambda device: False)
     client = client_of(on_miss="fallback")
     positional, _, options = given(CALL, torch.device("cpu"))
     assert fused_prepare(*positional, **options, client=client) is None

@@ -68,7 +68,7 @@ def test_B058_prepare_on_a_device_that_is_not_current(
         assert state(libcuda) == before
         assert batch.right(query)
         assert client.stats().unavailable == 0
-        assert all(handle is not None for handle in client._serving.values())
+        assert all(handle is not None for handle in client._serving._serving.values())
 
 
 def test_B058_explained_and_verified_on_a_device_that_is_not_current(
