@@ -208,7 +208,9 @@ class TestInstall:
         path = tmp_path / "kernels.tar"
         write_bundle(path, [as_bundled(artifact_of(spec), keys[0]), as_bundled(artifact_of(OTHER), keys[1])])
         with pytest.raises(BundleError, match="not pinned"):
-            install_bundle(Bundle.open(path), store, worker(trusted_keys=keys[0].public.text)._configuration.trusted_keys)
+            install_bundle(
+                Bundle.open(path), store, worker(trusted_keys=keys[0].public.text)._configuration.trusted_keys
+            )
         assert list(store.list()) == []
 
     def test_a_new_signature_replaces_the_old_one(
