@@ -10,7 +10,8 @@ from typing import Annotated, Final
 import typer
 from rich.text import Text
 
-from mlaprep.clients import cli_bundle, cli_cache, cli_kernels, cli_keys, cli_misses, cli_warmup
+from mlaprep.clients import cli_bundle, cli_cache, cli_kernels, cli_keys, cli_misses, cli_revoke, cli_warmup
+from mlaprep.clients.building import Obtained
 from mlaprep.clients.cli_inspect import Against, Resources, Sass, Save, View
 from mlaprep.clients.cli_kernels import bring, look, report
 from mlaprep.clients.cli_options import (
@@ -31,7 +32,6 @@ from mlaprep.clients.cli_options import (
 from mlaprep.clients.cli_output import ExitCode, checks_table, print_json, reports_errors, stdout
 from mlaprep.clients.client import KernelClient
 from mlaprep.clients.errors import KernelUnavailable
-from mlaprep.clients.supply import Obtained
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.environment import read_switch
 from mlaprep.templates.errors import SpecError
@@ -128,6 +128,8 @@ app.command("render")(cli_kernels.render)
 app.command("fetch")(cli_kernels.fetch)
 app.command("gc")(cli_cache.gc)
 app.command("misses")(cli_misses.misses)
+app.command("revoke")(cli_revoke.revoke)
+app.command("revocations")(cli_revoke.revocations)
 app.command("warmup")(cli_warmup.warmup)
 app.add_typer(cli_keys.app, name="keys")
 app.add_typer(cli_bundle.app, name="bundle")

@@ -13,6 +13,7 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from mlaprep.clients import cli_inspect
+from mlaprep.clients.building import Obtained
 from mlaprep.clients.cli_inspect import Against, Resources, Sass, View
 from mlaprep.clients.cli_options import (
     Archs,
@@ -42,7 +43,6 @@ from mlaprep.clients.cli_output import (
 )
 from mlaprep.clients.client import KernelClient
 from mlaprep.clients.errors import FieldProblem, KernelUnavailable, MlaprepError, SpecError
-from mlaprep.clients.supply import Obtained
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.store import MemoryStore
 from mlaprep.templates.arch import DEFAULT_ARCHS, Arch

@@ -29,6 +29,7 @@ from mlaprep.clients.client import offline_by_environment
 from mlaprep.clients.errors import ArtifactRejected, FieldProblem, KernelUnavailable, ServiceRefused, SpecError
 from mlaprep.clients.replies import plain
 from mlaprep.clients.rest import RestTransport
+from mlaprep.kernels_cache.opening import folder_of
 
 Job = Mapping[str, Any]
 
@@ -148,7 +149,6 @@ def _here(plan: dict[str, Any], cache_dir: str | None, *, quiet: bool) -> Job:
     from mlaprep.service.builder import Builder
     from mlaprep.service.job_store import JobStore
     from mlaprep.service.jobs import Jobs
-    from mlaprep.service.misses import folder_of
     from mlaprep.templates.plans import parse_plan
 
     targets = parse_plan(plan)

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
+from mlaprep.clients.building import KernelBuilder, Obtained
 from mlaprep.clients.bundles import Bundles, Paths, bundle_paths
 from mlaprep.clients.decisions import Decisions
 from mlaprep.clients.errors import KernelUnavailable
@@ -16,7 +17,7 @@ from mlaprep.clients.rest import DEFAULT_TIMEOUT_S, RestTransport
 from mlaprep.clients.serving import OnColdCapture, OnMiss, Serving, arch_of, is_capturing
 from mlaprep.clients.specialise import MAX_SPECIALISATIONS, Specialisations
 from mlaprep.clients.stats import ClientStats, FallbackReason, Tally, Tier
-from mlaprep.clients.supply import KernelBuilder, KernelSupply, Obtained
+from mlaprep.clients.supply import KernelSupply
 from mlaprep.clients.switches import Switches
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.forks import forget_when_forked

@@ -20,12 +20,12 @@ from rich.panel import Panel
 from rich.syntax import Syntax
 from rich.text import Text
 
+from mlaprep.clients.building import Obtained
 from mlaprep.clients.cli_kernels import bring
 from mlaprep.clients.cli_output import fields_table, kernel_table
 from mlaprep.clients.client import KernelClient
 from mlaprep.clients.errors import DriverError, KernelUnavailable, MlaprepError
 from mlaprep.clients.rest import RestTransport
-from mlaprep.clients.supply import Obtained
 from mlaprep.kernels_cache.disk import DiskStore
 from mlaprep.templates.arch import DEFAULT_ARCHS, Arch
 from mlaprep.templates.presets import preset

@@ -156,6 +156,15 @@ class RestTransport:
             raise ServiceUnreachable(f"{self.url} gave no answer a moment ago")
         self._ask_once("POST", path, time.monotonic() + timeout, _GOOD, json.dumps(document).encode())
 
+    def revocations(self, tag: str, timeout: float) -> Any:
+        """What the service has revoked, as parsed JSON; None where that is the list whose digest is ``tag``. For a
+        thread that nobody waits for long. Raises as :meth:`post` does."""
+        if time.monotonic() < self._down_until:
+            raise ServiceUnreachable(f"{self.url} gave no answer a moment ago")
+        deadline = time.monotonic() + timeout
+        body = self._ask_once("GET", "/v1/revocations", deadline, (200, 304), tag=tag)
+        return parse_json(body) if body else None
+
     def send(self, method: str, path: str, document: Any = None) -> Any:
         """The parsed JSON that answers a request which is made once, within :attr:`timeout`.
 
@@ -237,7 +246,13 @@ class RestTransport:
         return self._ask_once(method, path, deadline, statuses)
 
     def _ask_once(
-        self, method: str, path: str, deadline: float, statuses: Container[int], content: bytes | None = None
+        self,
+        method: str,
+        path: str,
+        deadline: float,
+        statuses: Container[int],
+        content: bytes | None = None,
+        tag: str = "",
     ) -> bytes:
         left = deadline - time.monotonic()
         if left <= 0:
@@ -245,6 +260,8 @@ class RestTransport:
         headers = {"accept": "application/json", "accept-encoding": "identity", "user-agent": "mlaprep"}
         if self._token is not None:
             headers["authorization"] = f"Bearer {self._token}"
+        if tag:
+            headers["if-none-match"] = f'"{tag}"'
         if content is not None:
             headers["content-type"] = "application/json"
         try:

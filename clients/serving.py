@@ -4,12 +4,12 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal
 
+from mlaprep.clients.building import Obtained
 from mlaprep.clients.errors import ArtifactRejected, DriverError, KernelNotReady, KernelUnavailable
 from mlaprep.clients.misses import MissReporter
 from mlaprep.clients.outlook import Outlook, known
 from mlaprep.clients.specialise import Specialisations
 from mlaprep.clients.stats import FallbackReason, Tally, Tier, reason_of
-from mlaprep.clients.supply import Obtained
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.spec import KernelSpec
 
@@ -77,8 +77,12 @@ class Serving:
             return handle, "loaded"
         # Threads that come first together get one handle, and a handle loads its module once a device.
         obtained = self._obtain(spec, arch)
-        handle = self._handles.get((spec, arch)) or self.made(obtained, cuda_driver())
-        handle = self._handles.setdefault((spec, arch), handle).load(device)
+        handle = self._handles.get((spec, arch))
+        if handle is None:
+            handle = self._handles.setdefault((spec, arch), self.made(obtained, cuda_driver()))
+        if handle.artifact.digest != obtained.artifact.digest:  # revoked since, so another build serves
+            handle = self._handles[spec, arch] = self.made(obtained, cuda_driver())
+        handle = handle.load(device)
         self._serving[spec, device] = handle
         return handle, obtained.tier
 

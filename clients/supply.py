@@ -7,19 +7,22 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
+from mlaprep.clients.building import KernelBuilder, Obtained
 from mlaprep.clients.bundles import Bundles
 from mlaprep.clients.errors import ArtifactRejected, KernelUnavailable, MlaprepError, ServiceError
 from mlaprep.clients.misses import MissReason
 from mlaprep.clients.rest import RestTransport
+from mlaprep.clients.revoked import RevokedKernels
 from mlaprep.clients.stats import Tally, Tier
 from mlaprep.clients.tracing import span
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.errors import ArtifactError
 from mlaprep.kernels_cache.key import request_key
+from mlaprep.kernels_cache.opening import folder_of
 from mlaprep.kernels_cache.origin import find_own, require_own
+from mlaprep.kernels_cache.revocation import Revocations
 from mlaprep.kernels_cache.store import KernelStore, MemoryStore
 from mlaprep.kernels_cache.trust import UNTRUSTED, TrustedKeys
 from mlaprep.templates.arch import Arch
@@ -34,32 +37,6 @@ LOCK_TIMEOUT_S: Final = 40.0
 _SIGNING_ADVICE: Final = "; pin the key that the service signs with (MLAPREP_TRUSTED_KEYS), or have it sign"
 
 _log: Final = logging.getLogger(__name__)
-
-
-class Built(Protocol):
-    @property
-    def artifact(self) -> KernelArtifact: ...
-    @property
-    def cached(self) -> bool: ...
-
-
-class KernelBuilder(Protocol):
-    """What compiles on this machine; :class:`mlaprep.service.builder.Builder` does."""
-
-    def get_or_compile(self, spec: KernelSpec, arch: Arch) -> Built: ...
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Obtained:
-    """A verified kernel and where it came from.
-
-    ``cached`` is false where it had to be compiled for this call, here or in the service.
-    """
-
-    artifact: KernelArtifact
-    tier: Tier
-    cached: bool
 
 
 class KernelSupply:
@@ -105,6 +82,7 @@ class KernelSupply:
         self._trusted_keys = trusted_keys
         self._on_miss = on_miss
         self.bundles = bundles or Bundles()
+        self._revoked = RevokedKernels(lambda: Revocations(folder_of(self.store)), transport)
         self.forget()
 
     def forget(self) -> None:
@@ -115,6 +93,7 @@ class KernelSupply:
         self.tally.forget()
         self._store = None
         self._builder = None
+        self._revoked.forget()
 
     @property
     def store(self) -> KernelStore:
@@ -135,7 +114,13 @@ class KernelSupply:
                 known = self._memory.get(key)
                 if known is not None:
                     self._memory.move_to_end(key)
+            if known is not None:
+                self._revoked.learn()
+                if not self._revoked.refusal(known, "memory"):
                     return self._count("memory", known, cached=True)
+            with self._lock:
+                if known is not None and self._memory.get(key) is known:
+                    del self._memory[key]
                 flight = self._flights.get(key)
                 leads = flight is None
                 if flight is None:
@@ -202,16 +187,17 @@ class KernelSupply:
         check_target(spec, arch)
         request = request_key(arch=str(arch), spec=spec.to_dict(), generator=templates_fingerprint())
         refusals: list[ArtifactRejected] = []
-        linked = self.store.resolve(request)
-        if (artifact := self._from_store(request, spec, arch, refusals)) is not None:
-            return self._count("disk", artifact, cached=True)
         troubles: list[str] = []
+        self._revoked.learn()
+        linked = self.store.resolve(request)
+        if (artifact := self._from_store(request, spec, arch, refusals, troubles)) is not None:
+            return self._count("disk", artifact, cached=True)
         if (artifact := self._from_bundles(spec, arch, refusals, troubles)) is not None:
             return self._count("bundle", artifact, cached=True)
         render(spec)  # while another process may be bringing the kernel, not after
         while (obtained := self._bring(request, linked, spec, arch, refusals, troubles)) is None:
             linked = self.store.resolve(request)
-            if (artifact := self._from_store(request, spec, arch, refusals)) is not None:
+            if (artifact := self._from_store(request, spec, arch, refusals, troubles)) is not None:
                 return self._count("disk", artifact, cached=True)
         return obtained
 
@@ -229,10 +215,10 @@ class KernelSupply:
             # Eight ranks come out of the lock one after the other, so they read and verify outside of it.
             if self.store.resolve(request) not in (None, linked):
                 return None
-            if (artifact := self._from_store(request, spec, arch, refusals)) is not None:
+            if (artifact := self._from_store(request, spec, arch, refusals, troubles)) is not None:
                 return self._count("disk", artifact, cached=True)
             cause: MlaprepError | None = refusals[-1] if refusals else None
-            attempts = [*dict.fromkeys(map(str, refusals)), *troubles] or ["not in the local store"]
+            attempts = [*dict.fromkeys([*map(str, refusals), *troubles])] or ["not in the local store"]
             try:
                 if (obtained := self._from_service(spec, arch, attempts)) is not None:
                     self._keep(request, obtained.artifact)
@@ -259,13 +245,15 @@ class KernelSupply:
                         self._on_miss(spec, arch, "compiled")
                     return obtained
             # Reads every manifest, so only before giving up.
-            check = functools.partial(self._require_trusted, place="local store", refusals=refusals)
+            check = functools.partial(self._require_usable, place="local store", refusals=refusals)
             if (artifact := find_own(self.store, render(spec), str(arch), check)) is not None:
                 self.store.link(request, artifact.key)
                 return self._count("disk", artifact, cached=True)
             if cause is None and refusals:
                 cause = refusals[-1]
                 attempts.append(str(cause))
+        if (told := self._revoked.named(spec, arch)) and not any("revoked" in attempt for attempt in attempts):
+            attempts.append(told)
         self.tally.add("unavailable")
         self._on_miss(spec, arch, "rejected" if isinstance(cause, ArtifactRejected) else "unavailable")
         if isinstance(cause, ArtifactRejected):
@@ -287,10 +275,17 @@ class KernelSupply:
             refusals.append(ArtifactRejected(f"{place}: {error}", reason=error.reason))
             raise
 
+    def _require_usable(self, manifest: Manifest, place: str, refusals: list[ArtifactRejected]) -> None:
+        """Raises ArtifactError as :meth:`_require_trusted` does, or for a kernel that is revoked."""
+        if (revoked := self._revoked.of(manifest)) is not None:
+            raise ArtifactError("revoked", f"{manifest.variant_id} is {revoked}")
+        self._require_trusted(manifest, place, refusals)
+
     def _from_store(
-        self, request: str, spec: KernelSpec, arch: Arch, refusals: list[ArtifactRejected]
+        self, request: str, spec: KernelSpec, arch: Arch, refusals: list[ArtifactRejected], troubles: list[str]
     ) -> KernelArtifact | None:
-        """The kernel that a link leads to; one that no pinned key vouches for is told in ``refusals``."""
+        """The kernel that a link leads to; one that no pinned key vouches for is told in ``refusals``, one that is
+        revoked in ``troubles``, and it is removed."""
         store = self.store
         key = store.resolve(request)
         artifact = None if key is None else store.get(key)
@@ -304,7 +299,17 @@ class KernelSupply:
             _log.warning("local store: the entry for %s on %s was refused: %s", spec.variant_id, arch, error)
             self.tally.add("rejected")
             return None
+        if self._refused(artifact, "local store", troubles):
+            store.delete(artifact.key)
+            return None
         return artifact
+
+    def _refused(self, artifact: KernelArtifact, place: str, troubles: list[str], *, fresh: bool = False) -> bool:
+        """Whether a kernel is revoked, which ``troubles`` is told."""
+        if told := self._revoked.refusal(artifact, place, fresh=fresh):
+            self.tally.add("rejected")
+            troubles.append(told)
+        return bool(told)
 
     def _from_bundles(
         self, spec: KernelSpec, arch: Arch, refusals: list[ArtifactRejected], troubles: list[str]
@@ -320,7 +325,8 @@ class KernelSupply:
                 _log.warning("bundle: the kernel %s for %s was refused: %s", spec.variant_id, arch, error)
                 self.tally.add("rejected")
             else:
-                return artifact
+                if not self._refused(artifact, "bundle", troubles):
+                    return artifact
         return None
 
     def _from_service(self, spec: KernelSpec, arch: Arch, attempts: list[str]) -> Obtained | None:
@@ -340,6 +346,8 @@ class KernelSupply:
             _log.error("kernel service: %s", error)
             self.tally.add("rejected")
             raise
+        if self._refused(reply.artifact, f"kernel service {self._transport.url}", attempts, fresh=True):
+            return None
         return self._count("service", reply.artifact, cached=reply.cached)
 
     def _require_trusted_reply(self, transport: RestTransport, manifest: Manifest) -> None:
@@ -363,6 +371,8 @@ class KernelSupply:
             require_own(built.artifact, render(spec), str(arch))
         except ArtifactError as error:
             raise ArtifactRejected(f"compiled here: {error}", reason=error.reason) from error
+        if told := self._revoked.refusal(built.artifact, "compiled here", fresh=True):
+            raise KernelUnavailable(told, variant_id=spec.variant_id, arch=str(arch))
         kept: Tier = "disk" if self._trusted_keys is None else "memory"
         return self._count(kept if built.cached else "compiled", built.artifact, cached=built.cached)
 

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from mlaprep.kernels_cache.disk import DISK_BYTES, DiskStore
 from mlaprep.kernels_cache.errors import StoreError
@@ -34,3 +35,10 @@ def open_store_or_memory(environ: Mapping[str, str]) -> tuple[KernelStore, str]:
     if os.access(store.root, os.W_OK | os.X_OK):
         return store, ""
     return TieredStore([MemoryStore(), store]), f"new kernels are kept in memory only: {store.root} cannot be written"
+
+
+def folder_of(store: KernelStore) -> Path | None:
+    """The directory of a store on disk; None for one without."""
+    if isinstance(store, TieredStore):
+        return next((folder for tier in store.tiers if (folder := folder_of(tier)) is not None), None)
+    return store.root if isinstance(store, DiskStore) else None

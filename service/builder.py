@@ -14,10 +14,12 @@ from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.errors import ArtifactError
 from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.kernels_cache.key import cache_key, request_key
+from mlaprep.kernels_cache.opening import folder_of
 from mlaprep.kernels_cache.origin import require_own
+from mlaprep.kernels_cache.revocation import Revocations
 from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.service.compiler import DEFAULT_QUEUE_LIMIT, Compiler
-from mlaprep.service.errors import BuildError, CompileFailed, CompilerUnavailable
+from mlaprep.service.errors import BuildError, CompileFailed, CompilerUnavailable, KernelRevoked, KernelSpills
 from mlaprep.service.toolchain import compile_options, installed_nvrtc_version
 from mlaprep.service.workers import PassedOn, Workers, running_future
 from mlaprep.templates.arch import Arch
@@ -105,6 +107,8 @@ class Builder:
         store: where kernels are looked up and published.
         compiler: by default one of its own, started when first needed and closed with the builder.
         queue_limit: different kernels that may wait before :class:`QueueFull`.
+        revocations: kernels that are neither given out nor built; by default those of the store's directory.
+        refuse_spills: whether a kernel that spills is refused, as the compiler's own refusals are.
     """
 
     def __init__(
@@ -115,8 +119,12 @@ class Builder:
         negative_ttl_s: float = NEGATIVE_TTL_S,
         lock_timeout_s: float = LOCK_TIMEOUT_S,
         queue_limit: int = DEFAULT_QUEUE_LIMIT,
+        revocations: Revocations | None = None,
+        refuse_spills: bool = False,
     ) -> None:
         self.store: Final = store
+        self.revocations: Final = Revocations(folder_of(store)) if revocations is None else revocations
+        self._refuse_spills = refuse_spills
         self.compiler: Final = compiler or Compiler()
         self._owns_compiler = compiler is None
         self._negative_ttl_s = negative_ttl_s
@@ -138,6 +146,7 @@ class Builder:
 
         Raises:
             SpecError: the architecture cannot run the spec.
+            KernelRevoked: it is not to be used.
         """
         check_target(spec, arch)
         state = self.compiler.state()
@@ -190,6 +199,11 @@ class Builder:
         future.add_done_callback(lambda _: self._land(target))
         self._note_use(target)
         return Flight(future, leads=True)
+
+    def serving_key(self, spec: KernelSpec, arch: Arch) -> str | None:
+        """The key that :meth:`get` looks for; None where no compiler's version is known."""
+        version = self.serving_version()
+        return None if version is None else _key(render(spec), arch, version)
 
     def serving_version(self) -> str | None:
         """The compiler version whose kernels :meth:`get` gives out; None for those of any."""
@@ -293,6 +307,7 @@ class Builder:
             self._require_buildable(arch)
             artifact = self.compiler.compile(source, arch)
             self._count("compiles")
+            self._require_fit(artifact.manifest)
             self.store.publish(artifact)
         self.store.link(_request(source.spec, arch), artifact.key)
         return Built(artifact, cached)
@@ -303,7 +318,17 @@ class Builder:
             found = f"an architecture that NVRTC {self.compiler.version()} does not build"
             raise SpecError(FieldProblem("arch", found, "one of " + ", ".join(map(str, archs))))
 
+    def _require_fit(self, manifest: Manifest) -> None:
+        """Refuse to publish bytes that are revoked, or that spill where those are refused."""
+        if (revoked := self.revocations.of(manifest)) is not None:
+            raise KernelRevoked(revoked)
+        if self._refuse_spills and (manifest.spill_stores or manifest.spill_loads):
+            raise KernelSpills(manifest.variant_id, manifest.arch, manifest.spill_stores, manifest.spill_loads)
+
     def _stored(self, key: str, spec: KernelSpec, arch: Arch) -> KernelArtifact | None:
+        """The entry of a key if it is this release's. Raises KernelRevoked."""
+        if (revoked := self.revocations.find(key=key)) is not None:
+            raise KernelRevoked(revoked)
         artifact = self.store.get(key)
         if artifact is None:
             return None
@@ -312,6 +337,8 @@ class Builder:
         except ArtifactError as error:
             _log.warning("the stored kernel for %s on %s was refused: %s", spec.variant_id, arch, error)
             return None
+        if (revoked := self.revocations.find(digest=artifact.digest)) is not None:
+            raise KernelRevoked(revoked)
         return artifact
 
     def _last_built(self, spec: KernelSpec, arch: Arch) -> KernelArtifact | None:

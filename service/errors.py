@@ -7,6 +7,8 @@
     ├── BuildError                  a kernel that could not be built
     │   ├── CompilerUnavailable     NVRTC is not there or does not load; names the library
     │   ├── CompileFailed           the compiler refused the source; the same again would fail the same
+    │   │   └── KernelSpills            it compiled to a kernel that spills, and such kernels are not published
+    │   ├── KernelRevoked               the kernel is revoked, and not built or given out under its key
     │   ├── CompileTimeout          the compile passed its deadline and was killed
     │   ├── CompileCrashed          the compiler died or ran out of memory, twice
     │   ├── QueueFull               as many kernels wait for a compiler as may
@@ -21,6 +23,7 @@ Only :class:`CompileFailed` says something about the source, so only it may be r
 
 from typing import Final
 
+from mlaprep.kernels_cache.revocation import Revocation
 from mlaprep.templates.errors import MlaprepError
 
 RETRY_AFTER_S: Final = 10
@@ -77,6 +80,34 @@ class CompileFailed(BuildError):
     def again(self) -> "CompileFailed":
         """A fresh instance to raise: one raised in many threads would collect their tracebacks."""
         return CompileFailed(self.message, self.log)
+
+
+class KernelSpills(CompileFailed):
+    """The kernel compiled, and keeps registers in memory; it was not published."""
+
+    def __init__(self, variant_id: str, arch: str, spill_stores: int, spill_loads: int) -> None:
+        self._figures = (variant_id, arch, spill_stores, spill_loads)
+        super().__init__(
+            f"{variant_id} for {arch} spills: {spill_stores} bytes of stores, {spill_loads} bytes of loads a thread; "
+            "change the template or the specification, or set MLAPREP_REFUSE_SPILLS=false to publish it all the same"
+        )
+
+    def again(self) -> "KernelSpills":
+        return KernelSpills(*self._figures)
+
+    def __reduce__(self) -> tuple[type["KernelSpills"], tuple[str, str, int, int]]:
+        return type(self), self._figures
+
+
+class KernelRevoked(BuildError):
+    """The kernel, or another with the same bytes, is revoked. ``revocation`` says since when and why."""
+
+    def __init__(self, revocation: Revocation) -> None:
+        self.revocation = revocation
+        super().__init__(
+            f"the kernel is {revocation}; it is not given out or built again under key {revocation.key[:12]}. Another "
+            "template or compiler makes another kernel; `mlaprep revocations --lift KEY` lets this one be used again"
+        )
 
 
 class CompileTimeout(BuildError):

@@ -12,10 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from mlaprep.kernels_cache.disk import DiskStore
 from mlaprep.kernels_cache.files import TEMPORARY, Folder, new_name
 from mlaprep.kernels_cache.locks import LOCKS, file_lock
-from mlaprep.kernels_cache.store import KernelStore, TieredStore
 from mlaprep.kernels_cache.strict_json import parse_strict
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.errors import SpecError
@@ -251,13 +249,6 @@ def place_of(name: Name, miss: Miss, order: Order) -> Place:
     """Where a miss stands: by that number, then by the other, the largest first, then by name."""
     numbers = (miss.count, miss.last_seen) if order == "count" else (miss.last_seen, miss.count)
     return -numbers[0], -numbers[1], *name
-
-
-def folder_of(store: KernelStore) -> Path | None:
-    """The directory of a store on disk; None for one without."""
-    if isinstance(store, TieredStore):
-        return next((folder for tier in store.tiers if (folder := folder_of(tier)) is not None), None)
-    return store.root if isinstance(store, DiskStore) else None
 
 
 def _merged(known: Mapping[Name, Miss], new: Mapping[Name, Miss]) -> OrderedDict[Name, Miss]:

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlaprep.kernels_cache.errors import AmbiguousKeyError
+from mlaprep.kernels_cache.errors import AmbiguousKeyError, StoreError
 from mlaprep.service.errors import (
     RETRY_AFTER_S,
     BuilderClosed,
@@ -25,6 +25,8 @@ from mlaprep.service.errors import (
     CompileTimeout,
     DisassemblerUnavailable,
     InspectError,
+    KernelRevoked,
+    KernelSpills,
     QueueFull,
 )
 from mlaprep.templates.errors import FieldProblem, SpecError, TemplateError
@@ -40,6 +42,8 @@ _HTTP_TITLES: Final[Mapping[int, tuple[str, str, str]]] = {
 }
 _BUILD_PROBLEMS: Final[Mapping[type[BuildError], tuple[int, str, str]]] = {
     CompilerUnavailable: (503, "compiler-unavailable", "The compiler is not available"),
+    KernelSpills: (422, "kernel-spills", "The kernel spills, and was not published"),
+    KernelRevoked: (410, "kernel-revoked", "The kernel is revoked"),
     CompileFailed: (422, "compile-failed", "The compiler refused this kernel"),
     CompileTimeout: (504, "compile-timeout", "The compile took too long"),
     CompileCrashed: (503, "compile-crashed", "The compiler died"),
@@ -122,12 +126,15 @@ def problem_of(error: Exception) -> ProblemError:
                 str(error),
                 headers={"retry-after": str(RETRY_AFTER_S)},
             )
-        case TemplateError():  # says nothing of a request: templates are this installation's own
-            return ProblemError(500, "template-error", "A template of this service does not render", str(error))
         case AmbiguousKeyError():
             return ProblemError(
                 409, "ambiguous-prefix", "The prefix fits several kernels", "Give more digits, or all 64 of them."
             )
+        case StoreError():
+            told = {"retry-after": str(RETRY_AFTER_S)}
+            return ProblemError(503, "not-kept", "The store cannot keep this", str(error), headers=told)
+        case TemplateError():  # says nothing of a request: templates are this installation's own
+            return ProblemError(500, "template-error", "A template of this service does not render", str(error))
         case RequestValidationError():
             return invalid_fields([_of_validation(item) for item in error.errors()])
         case HTTPException():
@@ -148,7 +155,7 @@ def install(app: FastAPI) -> None:
         TemplateError,
         BuildError,
         InspectError,
-        AmbiguousKeyError,
+        StoreError,
         RequestValidationError,
         HTTPException,
     )

@@ -20,6 +20,7 @@ SPEC: Final = KernelSpec(num_heads=12)
 VARIANT_ID: Final = SPEC.variant_id
 ARCH: Final = Arch("sm_100a")
 DIGEST: Final = "3f0a" * 16
+KEY: Final = "9674" * 16
 
 
 class _Reply(BaseModel):
@@ -33,7 +34,7 @@ class ManifestReply(_Reply):
     variant_id: str = Field(examples=[VARIANT_ID])
     spec: dict[str, Any] = Field(description="every field of the kernel specification", examples=[SPEC.to_dict()])
     arch: str = Field(examples=[str(ARCH)])
-    key: str = Field(description="cache key", pattern="^[0-9a-f]{64}$", examples=["9674" * 16])
+    key: str = Field(description="cache key", pattern="^[0-9a-f]{64}$", examples=[KEY])
     cubin_sha256: str = Field(
         description="digest of the bytes at /v1/artifacts", pattern="^[0-9a-f]{64}$", examples=[DIGEST]
     )
@@ -148,6 +149,29 @@ class MissesRecordedReply(_Reply):
 
     recorded: int = Field(description="entries that were counted", examples=[1])
     ignored: int = Field(description="entries for kernels not known yet, of which there were too many", examples=[0])
+
+
+class RevocationReply(_Reply):
+    """A kernel that must not be used."""
+
+    key: str = Field(description="not built again", pattern="^[0-9a-f]{64}$", examples=[KEY])
+    digest: str = Field(description="sha256 of the cubin", pattern="^[0-9a-f]{64}$", examples=[DIGEST])
+    variant_id: str = Field(description="empty where the record is damaged", examples=[VARIANT_ID])
+    arch: str = Field(description="empty where the record is damaged", examples=[str(ARCH)])
+    reason: str = Field(examples=["wrong results at 129 tokens"])
+    revoked_at: str = Field(description="UTC", examples=["2026-01-31T12:00:00Z"])
+
+
+class RevokedReply(_Reply):
+    """What a revocation came to."""
+
+    revocation: RevocationReply
+
+
+class RevocationsReply(_Reply):
+    """Everything that is revoked."""
+
+    revocations: list[RevocationReply]
 
 
 class JobFailureReply(_Reply):

@@ -74,6 +74,10 @@ class Settings(BaseSettings):
     negative_ttl_s: float = Field(
         default=NEGATIVE_TTL_S, ge=0, le=86400, description="seconds that a refusal by the compiler is remembered"
     )
+    refuse_spills: bool = Field(
+        default=True,
+        description="refuse to publish a kernel that spills registers to memory: 422, kept for the same time",
+    )
     max_body_bytes: int = Field(
         default=64 * 1024, ge=1024, le=64 * _MIB, description="bytes of a request body; more get a 413"
     )
@@ -92,7 +96,7 @@ class Settings(BaseSettings):
         """An empty variable is how a compose file says "none"."""
         return None if value == "" else value
 
-    @field_validator("read_only", "access_log", mode="before")
+    @field_validator("read_only", "access_log", "refuse_spills", mode="before")
     @classmethod
     def _switch(cls, value: Any) -> Any:
         """The words that every switch of mlaprep knows, no others."""

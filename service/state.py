@@ -15,7 +15,7 @@ from mlaprep.kernels_cache.artifact import Manifest
 from mlaprep.kernels_cache.errors import SigningError
 from mlaprep.kernels_cache.key import canonical_json
 from mlaprep.kernels_cache.key_files import read_signing_key
-from mlaprep.kernels_cache.opening import open_store_or_memory
+from mlaprep.kernels_cache.opening import folder_of, open_store_or_memory
 from mlaprep.kernels_cache.signing import SigningKey
 from mlaprep.kernels_cache.store import KernelStore, MemoryStore, TieredStore
 from mlaprep.service.builder import Builder, Built, Target
@@ -23,7 +23,7 @@ from mlaprep.service.catalog import Catalog
 from mlaprep.service.compiler import Compiler
 from mlaprep.service.job_store import JobStore
 from mlaprep.service.jobs import Jobs
-from mlaprep.service.misses import Misses, folder_of
+from mlaprep.service.misses import Misses
 from mlaprep.service.settings import Settings
 from mlaprep.service.toolchain import Toolchain, buildable_archs, conflicts
 from mlaprep.templates.arch import ARCHS, Arch
@@ -87,6 +87,7 @@ class Service:
             compiler,
             negative_ttl_s=settings.negative_ttl_s,
             queue_limit=settings.compile_queue,
+            refuse_spills=settings.refuse_spills,
         )
         warnings = (*conflicts(), *([cache_warning] if cache_warning else []))
         folder = folder_of(store)

@@ -46,12 +46,18 @@ class FakeService:
     requests: list[httpx.Request] = field(default_factory=list)
     """Without reports of misses, which come in the background."""
     reports: list[httpx.Request] = field(default_factory=list)
+    looks: list[httpx.Request] = field(default_factory=list)
+    """For revocations, which come in the background too."""
     answer: Callable[[httpx.Request], httpx.Response] | None = None
+    revoked: Callable[[httpx.Request], httpx.Response] = lambda request: httpx.Response(200, json={"revocations": []})
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/misses" and request.method == "POST":
             self.reports.append(request)
             return httpx.Response(200, json={"recorded": 1, "ignored": 0})
+        if request.url.path == "/v1/revocations":
+            self.looks.append(request)
+            return self.revoked(request)
         self.requests.append(request)
         return self.answer(request) if self.answer is not None else self.kernel(request)
 

@@ -63,12 +63,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         path = self.path.partition("?")[0]
+        if path == "/v1/revocations":
+            self._send(200, b'{"revocations":[]}')
+            return
         self.server.requests.append(f"{self.command} {path}")
         _, _, _, arch, variant_id, *_ = [*path.split("/"), "", "", "", ""]
         body = self.server.kernels.get((arch, variant_id))
         problem = {"type": "urn:mlaprep:problem:kernel-not-built", "title": "Not built", "status": 404}
-        self.send_response(404 if body is None else 200)
-        body = json.dumps(problem).encode() if body is None else body
+        self._send(404 if body is None else 200, json.dumps(problem).encode() if body is None else body)
+
+    def _send(self, status: int, body: bytes) -> None:
+        self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
         self.end_headers()

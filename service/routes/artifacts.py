@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlaprep.kernels_cache.key import is_digest
+from mlaprep.service.errors import KernelRevoked
 from mlaprep.service.parameters import read_query
 from mlaprep.service.problems import ProblemError, invalid_fields
 from mlaprep.service.routes.documentation import DigestPath, problems
@@ -31,16 +32,15 @@ _ENTITY_TAG: Final = re.compile(r'(?:W/)?"([^"]*)"')
         },
         304: {"description": "the caller has it already"},
         307: {"description": "a prefix that fits one cubin; Location has its whole digest"},
-        **problems(404, 409, 422),
+        **problems(404, 409, 410, 422),
     },
 )
 async def get_artifact(request: Request, digest: DigestPath) -> Response:
     """Verified against the digest before it is sent. May be kept for ever: a digest names the same bytes."""
     read_query(request)
-    store = service_of(request).store
     if not is_digest(digest):
         return await _redirect(service_of(request), digest)
-    cubin = await in_thread(store.get_blob, digest)
+    cubin = await in_thread(_unrevoked, service_of(request), digest)
     if cubin is None:
         raise _no_artifact()
     headers = {"etag": f'"{digest}"', "cache-control": "public, max-age=31536000, immutable"}
@@ -48,6 +48,13 @@ async def get_artifact(request: Request, digest: DigestPath) -> Response:
         return Response(status_code=304, headers=headers)
     headers["x-content-type-options"] = "nosniff"
     return Response(cubin, headers=headers, media_type="application/octet-stream")
+
+
+def _unrevoked(service: Service, digest: str) -> bytes | None:
+    """The cubin, if there is one. Raises KernelRevoked."""
+    if (revoked := service.builder.revocations.find(digest=digest)) is not None:
+        raise KernelRevoked(revoked)
+    return service.store.get_blob(digest)
 
 
 def not_modified(request: Request, tag: str) -> bool:

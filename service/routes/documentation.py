@@ -6,7 +6,7 @@ from fastapi import Path
 
 from mlaprep.service.parameters import QueryParameter
 from mlaprep.service.problems import MEDIA_TYPE, TYPE_PREFIX
-from mlaprep.service.schemas import ARCH, DIGEST, VARIANT_ID, ProblemReply
+from mlaprep.service.schemas import ARCH, DIGEST, KEY, VARIANT_ID, ProblemReply
 from mlaprep.templates.arch import ARCHS
 
 _TITLES: Final = {
@@ -14,6 +14,7 @@ _TITLES: Final = {
     403: "building is not allowed on this service",
     404: "not built, or no such resource",
     409: "a prefix that fits several kernels, or a warm-up that is not finished",
+    410: "revoked: not given out, and not built again under its key",
     413: "a body above the limit",
     415: "a body that is not application/json",
     422: "a value that is not allowed; every field at fault is named",
@@ -45,6 +46,10 @@ DigestPath = Annotated[
         examples=[DIGEST],
         json_schema_extra={"pattern": "^[0-9a-f]{8,64}$"},
     ),
+]
+KeyPath = Annotated[
+    str,
+    Path(description="key of a kernel", examples=[KEY], json_schema_extra={"pattern": "^[0-9a-f]{64}$"}),
 ]
 
 

@@ -28,7 +28,7 @@ _AT_ONCE: Final = 2  # reading is open to all, and each disassembly takes a thir
     responses={
         200: {"description": "one instruction a line", "content": {"text/plain": {"schema": {"type": "string"}}}},
         304: {"description": "the caller has it already"},
-        **problems(404, 422, 503),
+        **problems(404, 410, 422, 503),
     },
 )
 async def get_sass(request: Request, arch: ArchPath, variant_id: VariantPath) -> Response:
@@ -48,7 +48,7 @@ async def get_sass(request: Request, arch: ArchPath, variant_id: VariantPath) ->
     "/{arch}/{variant_id}/resources",
     summary="What a kernel takes",
     response_model=ResourcesReply,
-    responses=problems(404, 422, 503),
+    responses=problems(404, 410, 422, 503),
 )
 async def get_resources(request: Request, arch: ArchPath, variant_id: VariantPath) -> Response:
     """Registers, memory, code size and instructions by class, read off the cubin."""

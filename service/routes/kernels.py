@@ -31,7 +31,7 @@ _INLINE = flag("inline", "put the cubin and its source into the reply, so that o
     summary="A kernel that is built",
     response_model=KernelReply,
     response_model_exclude_none=True,
-    responses=problems(404, 422),
+    responses=problems(404, 410, 422),
     openapi_extra=query(_INLINE),
 )
 async def get_kernel(request: Request, arch: ArchPath, variant_id: VariantPath) -> Response:
@@ -49,7 +49,7 @@ async def get_kernel(request: Request, arch: ArchPath, variant_id: VariantPath) 
     response_model_exclude_none=True,
     responses={
         201: {"model": KernelReply, "description": "compiled for this request"},
-        **problems(401, 403, 413, 415, 422, 429, 503, 504),
+        **problems(401, 403, 410, 413, 415, 422, 429, 503, 504),
     },
     openapi_extra=query(_INLINE, requestBody=spec_body(), security=[{"token": []}, {}]),
 )
@@ -79,7 +79,7 @@ async def put_kernel(request: Request, arch: ArchPath, variant_id: VariantPath) 
     responses={
         200: {"description": "CUDA C++", "content": {"text/plain": {"schema": {"type": "string"}}}},
         304: {"description": "the caller has it already"},
-        **problems(404, 422),
+        **problems(404, 410, 422),
     },
 )
 async def get_source(request: Request, arch: ArchPath, variant_id: VariantPath) -> Response:
@@ -99,15 +99,17 @@ async def find_kernel(service: Service, arch: str, variant_id: str) -> KernelArt
     Raises:
         SpecError: no such variant or architecture.
         ProblemError: 404, it is not built.
+        KernelRevoked: it is not to be used.
     """
     spec, target = service.parse_target(arch, variant_id)
     built = await service.find(spec, target)
     if built is None:
-        raise _not_built(target)
+        raise not_built(target)
     return built.artifact
 
 
-def _not_built(arch: Arch) -> ProblemError:
+def not_built(arch: Arch) -> ProblemError:
+    """404 for a kernel that the store lacks."""
     return ProblemError(
         404,
         "kernel-not-built",

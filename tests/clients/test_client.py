@@ -16,6 +16,7 @@ from emulation.driver import EmulatedDriver
 from fake_service import URL, FakeService, artifact_of, problem, reply_of
 
 from mlaprep.clients import launch
+from mlaprep.clients.building import Built
 from mlaprep.clients.client import KernelClient
 from mlaprep.clients.errors import (
     ArtifactRejected,
@@ -24,7 +25,7 @@ from mlaprep.clients.errors import (
     SpecError,
 )
 from mlaprep.clients.rest import RestTransport
-from mlaprep.clients.supply import Built, KernelSupply
+from mlaprep.clients.supply import KernelSupply
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.disk import DiskStore
 from mlaprep.kernels_cache.key import request_key

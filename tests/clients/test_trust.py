@@ -14,10 +14,11 @@ import httpx
 import pytest
 from fake_service import FakeService, artifact_of, reply_of
 
+from mlaprep.clients.building import Built
 from mlaprep.clients.client import KernelClient
 from mlaprep.clients.errors import ArtifactRejected, KernelUnavailable, SpecError
 from mlaprep.clients.rest import RestTransport
-from mlaprep.clients.supply import Built, KernelSupply
+from mlaprep.clients.supply import KernelSupply
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.bundle import as_bundled, write_bundle
 from mlaprep.kernels_cache.disk import DiskStore

@@ -10,9 +10,10 @@ import pytest
 from service_kit import Client, ClientMaker, ServerMaker, wait_for
 
 from mlaprep.kernels_cache.disk import DiskStore
+from mlaprep.kernels_cache.opening import folder_of
 from mlaprep.kernels_cache.store import MemoryStore, TieredStore
 from mlaprep.service import misses as module
-from mlaprep.service.misses import FILE, Misses, MissReport, folder_of
+from mlaprep.service.misses import FILE, Misses, MissReport
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.spec import KernelSpec
 
