@@ -3,6 +3,7 @@
 #   docker build -t mlaprep .
 #   docker run --read-only --tmpfs /tmp -p 8400:8400 -v mlaprep:/var/cache/mlaprep -e MLAPREP_TOKEN=… mlaprep
 #
+# deploy/ has a compose file and manifests for Kubernetes; deploy/prove_image.sh builds and tries this image.
 # BASE is any Python 3.11+ image with glibc; EXTRAS picks the CUDA line (cuda12 or cuda13) and the shared tier.
 ARG BASE=python:3.11-slim-bookworm
 
@@ -17,7 +18,12 @@ COPY service service
 COPY clients clients
 RUN /opt/mlaprep/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /dist . \
     && /opt/mlaprep/bin/pip install --no-cache-dir --prefer-binary -c requirements.lock "$(echo /dist/*.whl)[${EXTRAS}]" \
-    && /opt/mlaprep/bin/pip uninstall --yes pip setuptools
+    && /opt/mlaprep/bin/pip uninstall --yes pip setuptools \
+    # 210 MB that compiling never loads: NVIDIA's second build of NVRTC, and CuPy's device algorithms and their headers.
+    # deploy/prove_image.sh compiles in what is left.
+    && rm -rf /opt/mlaprep/lib/python3.*/site-packages/nvidia/*/lib/*.alt.so.* \
+              /opt/mlaprep/lib/python3.*/site-packages/cupy/cuda/thrust.*.so \
+              /opt/mlaprep/lib/python3.*/site-packages/cupy/_core/include
 
 FROM ${BASE}
 LABEL org.opencontainers.image.title="mlaprep" \
