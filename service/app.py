@@ -18,6 +18,7 @@ from mlaprep.service.drain import Drain, DrainGate
 from mlaprep.service.edge import Edge
 from mlaprep.service.routes import (
     artifacts,
+    dashboard,
     health,
     inspection,
     kernels,
@@ -43,6 +44,7 @@ _ROUTERS: Final = (
     warmups.router,
     health.router,
     reference.router,
+    dashboard.router,
 )
 _DESCRIPTION: Final = (
     "Generates, compiles, caches and serves the fused MLA prepare kernel. Errors are problem details "

@@ -7,8 +7,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlaprep.service.compiler import CompilerState
 from mlaprep.service.parameters import read_query
+from mlaprep.service.readiness import reasons_not_ready
 from mlaprep.service.routes.documentation import problems, query
 from mlaprep.service.schemas import HealthReply, ReadyReply
 from mlaprep.service.state import Service, in_thread, json_response, service_of
@@ -51,9 +51,7 @@ async def readyz(request: Request) -> Response:
 
 def _document(service: Service, draining: bool) -> dict[str, Any]:
     compiler = service.compiler.state()
-    reasons = [] if service.settings.read_only else _reasons(compiler)
-    if draining:
-        reasons = ["the service is shutting down"]
+    reasons = reasons_not_ready(service, draining=draining)
     counters = asdict(service.builder.stats())
     return {
         "ready": not reasons,
@@ -72,14 +70,3 @@ def _document(service: Service, draining: bool) -> dict[str, Any]:
         "store": asdict(service.store.stats()),
         "counters": counters | {"crashes": compiler.crashes, "timeouts": compiler.timeouts},
     }
-
-
-def _reasons(compiler: CompilerState) -> list[str]:
-    match compiler.status:
-        case "ready":
-            return []
-        case "unavailable":
-            return [f"no kernel can be built: {compiler.missing} is missing or does not load ({compiler.reason})"]
-        case "closed":
-            return ["the service is shutting down"]
-    return ["the compiler is starting"]

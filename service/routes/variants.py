@@ -19,7 +19,7 @@ from mlaprep.templates.spec import parse_variant_id
 
 router = APIRouter(prefix="/v1/variants", tags=["variants"])
 
-_LAYOUTS: Final = tuple(spec_json_schema()["properties"]["layout"]["anyOf"][0]["enum"])
+LAYOUTS: Final = tuple(spec_json_schema()["properties"]["layout"]["anyOf"][0]["enum"])
 _CURSOR: Final = QueryParameter(
     "cursor",
     {"type": "string", "maxLength": 400, "pattern": "^mla_prepare(-[a-z0-9]+)+$"},
@@ -32,7 +32,7 @@ _PARAMETERS: Final = (
     choice("arch", tuple(map(str, ARCHS)), "one architecture only", str(ARCH)),
     choice("model", tuple(PRESETS), "variants of this preset's shape only", "kimi-k3"),
     integer("num_heads", 1, 256, "this many query heads on a rank only", example=12),
-    choice("layout", _LAYOUTS, "this cache layout only", "fp8"),
+    choice("layout", LAYOUTS, "this cache layout only", "fp8"),
     choice("state", STATES, "architectures in this state only", "built"),
     integer("limit", 1, 500, "variants on a page", default=100, example=20),
     _CURSOR,

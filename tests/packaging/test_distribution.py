@@ -71,7 +71,7 @@ def test_B042_wheel_and_sdist_hold_every_template(root: Path, distribution: Dist
     assert {f"mlaprep/{name}" for name in templates} <= distribution.wheel_names()
 
 
-@pytest.mark.parametrize("suffix", [".py", "py.typed"])
+@pytest.mark.parametrize("suffix", [".py", "py.typed", ".css", ".js", ".svg"])
 def test_wheel_holds_every_module(root: Path, distribution: Distribution, suffix: str) -> None:
     assert {f"mlaprep/{name}" for name in sources(root, suffix)} <= distribution.wheel_names()
 

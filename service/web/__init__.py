@@ -1,0 +1,1 @@
+"""What the dashboard is made of: templates, one style sheet, one script."""
