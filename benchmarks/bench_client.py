@@ -31,10 +31,12 @@ import rank  # noqa: E402
 from bench_build import served, spread  # noqa: E402
 from machine import describe_host, describe_machine, describe_versions, now  # noqa: E402
 
+from mlaprep.clients.client import KernelClient  # noqa: E402
 from mlaprep.clients.launch import cuda_driver  # noqa: E402
 from mlaprep.kernels_cache.artifact import KernelArtifact  # noqa: E402
 from mlaprep.kernels_cache.disk import DiskStore  # noqa: E402
 from mlaprep.kernels_cache.key import request_key  # noqa: E402
+from mlaprep.kernels_cache.store import MemoryStore  # noqa: E402
 from mlaprep.templates.arch import Arch  # noqa: E402
 from mlaprep.templates.render import templates_fingerprint  # noqa: E402
 from mlaprep.templates.spec import KernelSpec  # noqa: E402
@@ -81,6 +83,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     real = not options.stand_in and all(importlib.util.find_spec(name) for name in _SERVICE)
     with served_by(real, folder / "served", artifact) as url:
         bench.worker(bench.empty(), url)  # what it writes of bytecode, and a service's first answer, are no figures
+        with KernelClient(url, store=MemoryStore(), on_miss="error") as client:
+            served_digest = client.artifact(SPEC, arch).digest  # of the service's compiler, which may be a newer one
         cold = [bench.worker(bench.empty(), url) for _ in range(options.runs)]
         fetching = ranks_of(options, bench, {"MLAPREP_URL": url}, devices)
     disk = [bench.worker(bench.filled()) for _ in range(options.runs)]
@@ -103,12 +107,13 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             skipped["eager"] = "left out by option"
         else:
             figures["eager"] = eager(arch, options)
-    digests = {run["digest"] for run in runs} | set(fetching.pop("digests", []))
+    fetched = {run["digest"] for run in cold} | set(fetching.pop("digests", []))
     compiled = compiling.pop("digests", [])  # by the compiler of this machine, which need not be that of the others
     checks = {
         "cold from the service": {run["tier"] for run in cold} == {"service"},
         "disk from disk": {run["tier"] for run in disk} == {"disk"},
-        "the kernel that was built": digests == {artifact.digest},
+        "the kernel that the service has": fetched == {served_digest},
+        "the kernel that was stored": {run["digest"] for run in disk} == {artifact.digest},
         "compiled alike": len(compiled) <= 1,
     }
     return {
@@ -195,8 +200,6 @@ def find_devices() -> tuple[Arch, int]:
 
 
 def obtain(spec: KernelSpec, arch: Arch, cubins: Path | None, folder: Path) -> KernelArtifact:
-    from mlaprep.clients.client import KernelClient
-
     if cubins is not None:
         with KernelClient(store=DiskStore(cubins), offline=True, on_miss="error") as client:
             return client.artifact(spec, arch)

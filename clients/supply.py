@@ -211,9 +211,13 @@ class KernelSupply:
         troubles: list[str],
     ) -> Obtained | None:
         """The kernel from further away, by one process at a time; None where another has linked one meanwhile."""
-        with self.store.key_lock(request, LOCK_TIMEOUT_S):
-            # Eight ranks come out of the lock one after the other, so they read and verify outside of it.
-            if self.store.resolve(request) not in (None, linked):
+
+        def linked_anew() -> bool:
+            return self.store.resolve(request) not in (None, linked)
+
+        # Eight ranks wait for one: what they wait for is the link, and they read and verify side by side.
+        with self.store.key_lock(request, LOCK_TIMEOUT_S, unless=linked_anew):
+            if linked_anew():
                 return None
             if (artifact := self._from_store(request, spec, arch, refusals, troubles)) is not None:
                 return self._count("disk", artifact, cached=True)

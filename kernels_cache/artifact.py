@@ -30,7 +30,7 @@ _TEXTS: Final[Mapping[str, re.Pattern[str]]] = {
     "created_at": re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|\+00:00)", re.ASCII),
 }
 _OPTION: Final = re.compile(r"[ -Z\\^-z|~]{1,256}", re.ASCII)  # printable, no bracket of any kind
-_SCALARS: Final = frozenset({str, int, float, bool, type(None)})
+_SAFE: Final = frozenset({str, float, bool, type(None)})
 _SIGNATURE: Final = re.compile(r"[!-~]{1,1024}", re.ASCII)
 _COUNTS: Final = ("cubin_size", "registers", "spill_stores", "spill_loads", "stack_bytes", "shared_bytes")
 
@@ -185,6 +185,11 @@ class KernelArtifact:
     manifest: Manifest
     cubin: bytes = field(repr=False)
     source: str = field(repr=False)
+    _proved: bool = field(default=False, init=False, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Manifest, bytes, str]]:
+        # A copy, in another process perhaps, proves itself anew.
+        return type(self), (self.manifest, self.cubin, self.source)
 
     @property
     def key(self) -> str:
@@ -203,6 +208,8 @@ class KernelArtifact:
     def verify(self, *, key: str | None = None, arch: str | None = None, spec: Mapping[str, Any] | None = None) -> None:
         """Prove that this is what was asked and that cubin, source, manifest and key belong together.
 
+        Nothing of an artifact can change, so what was proved once of its parts is not computed again.
+
         Raises:
             ArtifactError: with the first difference as ``reason``: ``wrong-key``, ``wrong-arch``,
                 ``wrong-spec``, ``cubin-size``, ``cubin-digest``, ``source-size``, ``source-digest``,
@@ -213,8 +220,14 @@ class KernelArtifact:
             raise ArtifactError("wrong-key", f"asked for key {key!r:.66}, found {manifest.key}")
         if arch is not None and manifest.arch != arch:
             raise ArtifactError("wrong-arch", f"asked for {arch!r:.18}, found {manifest.arch}")
-        if spec is not None and canonical_json(spec) != canonical_json(manifest.spec):
+        if spec is not None and canonical_json(spec) != write_json(manifest.spec):
             raise ArtifactError("wrong-spec", f"asked for another spec than that of {manifest.variant_id}")
+        if not self._proved:
+            self._prove()
+            object.__setattr__(self, "_proved", type(self.cubin) is bytes)
+
+    def _prove(self) -> None:
+        manifest = self.manifest
         if len(self.cubin) != manifest.cubin_size:
             found = f"{len(self.cubin)} bytes of cubin; the manifest has {manifest.cubin_size}"
             raise ArtifactError("cubin-size", found)
@@ -268,7 +281,10 @@ def _json_object(name: str, value: object) -> Any:
     """A private, read-only copy that the manifest's own JSON text can carry."""
     _require(name, isinstance(value, Mapping))
     try:
-        return _frozen(_parse(canonical_json(value), _MAX_PART_BYTES, _MAX_PART_BRACKETS))
+        copy = json_value(value)
+        text = write_json(copy)
+        _require(name, len(text) <= _MAX_PART_BYTES and text.count("{") + text.count("[") <= _MAX_PART_BRACKETS)
+        return _frozen(copy)
     except (TypeError, ValueError, RecursionError):
         raise ArtifactError("manifest", f"a manifest whose {name} holds what JSON cannot, or too much") from None
 
@@ -276,15 +292,17 @@ def _json_object(name: str, value: object) -> Any:
 def _frozen(value: Any) -> Any:
     kind = type(value)
     if kind is dict:
-        return MappingProxyType(
-            {name: item if type(item) in _SCALARS else _frozen(item) for name, item in value.items()}
-        )
-    return tuple(map(_frozen, value)) if kind is list else value
+        return MappingProxyType({name: item if type(item) in _SAFE else _frozen(item) for name, item in value.items()})
+    if kind is list:
+        return tuple(item if type(item) in _SAFE else _frozen(item) for item in value)
+    if kind is int and abs(value) > MAX_INTEGER:
+        raise ValueError("an integer of more than 64 bits")
+    return value
 
 
-def _parse(text: bytes | str, max_bytes: int = MAX_MANIFEST_BYTES, max_brackets: int = _MAX_BRACKETS) -> object:
+def _parse(text: bytes | str) -> object:
     try:
-        return parse_strict(text, max_bytes=max_bytes, max_brackets=max_brackets)
+        return parse_strict(text, max_bytes=MAX_MANIFEST_BYTES, max_brackets=_MAX_BRACKETS)
     except ValueError:
         raise ArtifactError("manifest", "a manifest that is not the JSON it should be") from None
 

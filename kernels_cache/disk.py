@@ -168,10 +168,12 @@ class DiskStore:
     def find(self, prefix: str) -> str | None:
         return only_key(prefix, (key for _, key in self._names(prefix))) if is_prefix(prefix) else None
 
-    def key_lock(self, key: str, timeout: float) -> AbstractContextManager[bool]:
+    def key_lock(
+        self, key: str, timeout: float, *, unless: Callable[[], bool] | None = None
+    ) -> AbstractContextManager[bool]:
         if not is_digest(key):
             raise StoreError("a lock needs a digest of 64 lower-case hexadecimal digits")
-        return file_lock(self._open_locks, f"{key}.lock", timeout)
+        return file_lock(self._open_locks, f"{key}.lock", timeout, unless)
 
     def stats(self) -> StoreStats:
         totals = Totals()

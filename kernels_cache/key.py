@@ -16,6 +16,7 @@ SCHEMA: Final = 1
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _ARCH: Final = re.compile(r"sm_[1-9][0-9]{1,2}[af]?", re.ASCII)
+_SCALARS: Final = frozenset({bool, int, float, type(None)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ def canonical_json(value: object) -> str:
 
 def write_json(value: object) -> str:
     """:func:`canonical_json` of a value that is known to be JSON."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False, default=_plain)
+    return _ENCODER.encode(value)
 
 
 def _plain(value: object) -> object:
@@ -108,21 +109,27 @@ def _plain(value: object) -> object:
     raise TypeError(f"a {type(value).__name__} is no JSON value")
 
 
+_ENCODER: Final = json.JSONEncoder(
+    sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False, default=_plain
+)
+
+
 def json_value(value: object) -> Any:
     """A private copy of a JSON value, dicts and lists only; errors as for :func:`canonical_json`."""
-    if value is None or type(value) in (bool, int, float):
+    if type(value) in _SCALARS:
         return value
     if type(value) is str:
         value.encode()
         return value
     if isinstance(value, list | tuple):
-        return [json_value(item) for item in value]
+        return [item if type(item) in _SCALARS else json_value(item) for item in value]
     if isinstance(value, Mapping):
         copy = {}
         for name, item in value.items():
             if type(name) is not str:
                 raise TypeError(f"a name that is a {type(name).__name__} in a JSON object")
-            copy[json_value(name)] = json_value(item)
+            name.encode()
+            copy[name] = item if type(item) in _SCALARS else json_value(item)
         return copy
     raise TypeError(f"a {type(value).__name__} is no JSON value")
 

@@ -17,18 +17,22 @@ from mlaprep.kernels_cache.files import PRIVATE_FILE, Folder
 LOCKS: Final = "locks"
 """Where a store's root keeps its lock files."""
 
-_FIRST_PAUSE_S: Final = 0.001
+_SHORTEST_PAUSE_S: Final = 0.001
 _LONGEST_PAUSE_S: Final = 0.02
+_PAUSE_OF_WAIT: Final = 1 / 32  # so a wait ends 3% late at most, or a millisecond, and asks seldom when it is long
 _OPEN_LOCK: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 @contextlib.contextmanager
-def file_lock(open_folder: Callable[[], Folder], name: str, timeout: float) -> Iterator[bool]:
+def file_lock(
+    open_folder: Callable[[], Folder], name: str, timeout: float, unless: Callable[[], bool] | None = None
+) -> Iterator[bool]:
     """Hold a lock file of a folder, and remove it afterwards; yields whether it is held.
 
-    It is not held where ``timeout`` seconds passed, or where the file system cannot lock or write.
+    It is not held where ``timeout`` seconds passed or ``unless`` says that it is not wanted any more, which is asked
+    each time that another is found to hold it, or where the file system cannot lock or write.
     """
-    descriptor = _acquire(open_folder, name, time.monotonic() + timeout)
+    descriptor = _acquire(open_folder, name, timeout, unless)
     try:
         yield descriptor is not None
     finally:
@@ -70,8 +74,10 @@ def remove_free_lock(folder: Folder, name: str) -> bool:
     return True
 
 
-def _acquire(open_folder: Callable[[], Folder], name: str, deadline: float) -> int | None:
-    pause = _FIRST_PAUSE_S
+def _acquire(
+    open_folder: Callable[[], Folder], name: str, timeout: float, unless: Callable[[], bool] | None
+) -> int | None:
+    began = time.monotonic()
     while True:
         try:
             descriptor = _try_once(open_folder, name)
@@ -81,11 +87,11 @@ def _acquire(open_folder: Callable[[], Folder], name: str, deadline: float) -> i
             descriptor = None
         if descriptor is not None:
             return descriptor
-        left = deadline - time.monotonic()
-        if left <= 0:
+        waited = time.monotonic() - began
+        if waited >= timeout or (unless is not None and unless()):
             return None
-        time.sleep(min(pause, left))
-        pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+        pause = min(max(waited * _PAUSE_OF_WAIT, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+        time.sleep(min(pause, timeout - waited))
 
 
 def _try_once(open_folder: Callable[[], Folder], name: str) -> int | None:

@@ -6,7 +6,7 @@ for a failing device. Links and blob records are hints that a reader proves befo
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from threading import Lock, RLock
@@ -19,6 +19,7 @@ from mlaprep.kernels_cache.key import is_digest
 
 MEMORY_BYTES: Final = 64 * 2**20
 _MAX_LINKS: Final = 65536
+_ASK_AGAIN_S: Final = 0.002
 _HEX: Final = frozenset("0123456789abcdef")
 
 
@@ -90,11 +91,14 @@ class KernelStore(Protocol):
             AmbiguousKeyError: several do.
         """
 
-    def key_lock(self, key: str, timeout: float) -> AbstractContextManager[bool]:
+    def key_lock(
+        self, key: str, timeout: float, *, unless: Callable[[], bool] | None = None
+    ) -> AbstractContextManager[bool]:
         """Hold a key against others that would compile it too; yields whether it is held.
 
-        Waits ``timeout`` seconds at most. It only saves work: check the store again once inside, and go
-        on all the same where it yields False.
+        Waits ``timeout`` seconds at most, and no longer once ``unless``, asked each time that the key is found held,
+        says that there is nothing left to do. It only saves work: check the store again once inside, and go on all
+        the same where it yields False.
         """
 
     def stats(self) -> StoreStats:
@@ -211,11 +215,14 @@ class MemoryStore:
             return only_key(prefix, (key for key in self._entries if key.startswith(prefix)))
 
     @contextmanager
-    def key_lock(self, key: str, timeout: float) -> Iterator[bool]:
+    def key_lock(self, key: str, timeout: float, *, unless: Callable[[], bool] | None = None) -> Iterator[bool]:
+        deadline = time.monotonic() + timeout
         with self._lock:
             lock, users = self._key_locks.get(key, (Lock(), 0))
             self._key_locks[key] = (lock, users + 1)
-        held = lock.acquire(timeout=max(timeout, 0))
+        held = lock.acquire(blocking=False)
+        while not held and (left := deadline - time.monotonic()) > 0 and not (unless is not None and unless()):
+            held = lock.acquire(timeout=left if unless is None else min(left, _ASK_AGAIN_S))
         try:
             yield held
         finally:
@@ -321,10 +328,13 @@ class TieredStore:
         return only_key(prefix, (key for tier in self.tiers if (key := tier.find(prefix)) is not None))
 
     @contextmanager
-    def key_lock(self, key: str, timeout: float) -> Iterator[bool]:
+    def key_lock(self, key: str, timeout: float, *, unless: Callable[[], bool] | None = None) -> Iterator[bool]:
         deadline = time.monotonic() + timeout
         with ExitStack() as stack:
-            held = [stack.enter_context(tier.key_lock(key, deadline - time.monotonic())) for tier in self.tiers]
+            held = [
+                stack.enter_context(tier.key_lock(key, deadline - time.monotonic(), unless=unless))
+                for tier in self.tiers
+            ]
             yield all(held)
 
     def stats(self) -> StoreStats:

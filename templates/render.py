@@ -11,7 +11,6 @@ import os
 import traceback
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Final
 
 import jinja2
@@ -102,15 +101,21 @@ def templates_fingerprint() -> str:
     """
     digest = hashlib.sha256(f"jinja2 {jinja2.__version__}\n".encode())
     for name, text in sorted(_template_files().items()):
-        digest.update(f"{name} {len(text.encode())}\n{text}".encode())
+        data = text.encode()
+        digest.update(f"{name} {len(data)}\n".encode() + data)
     return digest.hexdigest()
 
 
 @functools.cache
 def _template_files() -> Mapping[str, str]:
     """Every template's text by its file name."""
-    folder = Path(__file__).parent
-    return {name: (folder / name).read_text("utf-8") for name in os.listdir(folder) if name.endswith(".j2")}
+    folder = os.path.dirname(__file__)
+    texts = {}
+    for name in os.listdir(folder):
+        if name.endswith(".j2"):
+            with open(os.path.join(folder, name), "rb", buffering=0) as file:
+                texts[name] = file.readall().decode()
+    return texts
 
 
 def new_environment(loader: jinja2.BaseLoader) -> jinja2.Environment:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -180,6 +181,23 @@ def test_key_lock_keeps_others_out_until_the_deadline(any_store: KernelStore) ->
         with any_store.key_lock("1" * 64, 0.05) as another:
             assert another
     with any_store.key_lock("0" * 64, 0) as held:
+        assert held
+
+
+def test_a_wait_for_a_key_ends_once_there_is_nothing_left_to_do(any_store: KernelStore) -> None:
+    asked: list[bool] = []
+
+    def third_time() -> bool:
+        asked.append(True)
+        return len(asked) >= 3
+
+    with any_store.key_lock("0" * 64, 1):
+        began = time.monotonic()
+        with any_store.key_lock("0" * 64, 30, unless=third_time) as again:
+            assert not again
+        assert time.monotonic() - began < 5
+        assert len(asked) >= 3
+    with any_store.key_lock("0" * 64, 1, unless=lambda: True) as held:  # a free key is had without a question
         assert held
 
 
