@@ -16,6 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from fcntl import ioctl
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ from typing import Any
 URL = "http://127.0.0.1:8400"
 TOKEN = "of-this-proof-alone"
 DEADLINE_S = 60.0
+PLAN = """
+arch: [sm_90a, sm_103a]
+kernels:
+  - preset: kimi-k3
+    tp: [1, 2, 4, 8]
+"""
 
 
 def raise_loopback() -> None:
@@ -46,15 +53,14 @@ def expect(condition: object, complaint: str) -> None:
 
 
 def run_as_image(
-    rootfs: str, config: dict[str, Any], command: list[str], *, quiet: bool = False
+    rootfs: str, config: dict[str, Any], command: list[str], *, errors: int | None = None, more: Sequence[str] = ()
 ) -> "subprocess.Popen[bytes]":
     """A process with the image's user and environment, no capability, and no way to gain one."""
     user, _, group = config["User"].partition(":")
     expect(user.isdigit() and int(user) > 0, f"the image runs as {config['User']!r}, not as a numbered user")
-    environ = [*config["Env"], f"MLAPREP_TOKEN={TOKEN}"]
+    environ = [*config["Env"], f"MLAPREP_TOKEN={TOKEN}", *more]
     drop = ["setpriv", f"--reuid={user}", f"--regid={group or user}", "--clear-groups", "--no-new-privs"]
     drop += ["--bounding-set=-all", "--inh-caps=-all"]
-    errors = subprocess.DEVNULL if quiet else None
     return subprocess.Popen(["chroot", rootfs, *drop, "env", "-i", *environ, *command], stderr=errors)
 
 
@@ -71,6 +77,18 @@ def wait_until_ready(service: "subprocess.Popen[bytes]") -> dict[str, Any]:
             return document
         time.sleep(0.02)
     raise SystemExit(f"prove_image: not ready within {DEADLINE_S:.0f} s: {body!r}")
+
+
+def warm_up(rootfs: str, config: dict[str, Any]) -> None:
+    """A plan by the command of the Job in deploy/kubernetes, twice."""
+    Path(rootfs, "tmp", "warmup.yaml").write_text(PLAN)
+    for expected in ("8 built, 0 found built", "0 built, 8 found built"):
+        began = time.monotonic()
+        command = [*config["Entrypoint"], "warmup", "--file", "/tmp/warmup.yaml"]
+        job = run_as_image(rootfs, config, command, errors=subprocess.PIPE, more=[f"MLAPREP_URL={URL}"])
+        _, told = job.communicate(timeout=120)
+        expect(job.returncode == 0 and expected in told.decode(), f"the warm-up ended otherwise: {told.decode()}")
+        print(f"warm-up of 8 kernels in {time.monotonic() - began:.1f} s: {expected}")
 
 
 def resident_mb(rootfs: str, pid: int) -> float:
@@ -106,6 +124,8 @@ def main(rootfs: str, image: str, kernel: str) -> None:
         print(f"compiled {manifest['variant_id']} for {manifest['arch']} in {took:.2f} s: {len(cubin)} bytes, verified")
         print(f"resident: {resident_mb(rootfs, service.pid):.0f} MB of the service itself")
 
+        warm_up(rootfs, config)
+
         test = config["Healthcheck"]["Test"]
         expect(test[0] == "CMD", f"a health check that needs a shell: {test}")
         expect(run_as_image(rootfs, config, test[1:]).wait(30) == 0, "the image's health check failed")
@@ -114,7 +134,7 @@ def main(rootfs: str, image: str, kernel: str) -> None:
         service.send_signal(signal.SIGTERM)
         code = service.wait(40)
     expect(code == 0, f"the service ended with {code} on SIGTERM")
-    unhealthy = run_as_image(rootfs, config, test[1:], quiet=True).wait(30)
+    unhealthy = run_as_image(rootfs, config, test[1:], errors=subprocess.DEVNULL).wait(30)
     expect(unhealthy != 0, "the health check passes without a service")
     print("ended with 0 on SIGTERM, and the health check then fails", flush=True)
 

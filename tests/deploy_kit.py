@@ -1,6 +1,8 @@
-"""What the tests of deploy/ share: a running nginx, and upstreams whose every answer is a test's own."""
+"""What the tests of deploy/ share: a running nginx, upstreams of the test's own, and what files must fit."""
 
 import contextlib
+import functools
+import re
 import socket
 import ssl
 import threading
@@ -8,8 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
+import pytest
+
+IMAGE_USER = (10001, 10001)
+"""User and group that the image runs as."""
 
 
 @dataclass(frozen=True)
@@ -80,3 +87,67 @@ def ends(connection: ssl.SSLSocket, *, trickling: bool = False, within_s: float 
             except OSError:
                 return True
     return False
+
+
+@functools.cache
+def routes() -> frozenset[tuple[str, str]]:
+    """Method and path of every route of the service."""
+    from mlaprep.service.app import create_app
+    from mlaprep.service.settings import Settings
+
+    paths = create_app(Settings(read_only=True)).openapi()["paths"]
+    return frozenset((method.upper(), path) for path, methods in paths.items() for method in methods)
+
+
+def setting_names() -> set[str]:
+    """Every variable that docs/settings.md lists; its tests hold that list to the code."""
+    page = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
+    return set(re.findall(r"^\| `(MLAPREP_[A-Z_0-9]+)`", page.read_text(), re.MULTILINE))
+
+
+def _context(arguments: list[str]) -> Any:
+    """A command line as click reads it; nothing of it is run."""
+    import typer.main
+
+    from mlaprep.clients.cli import app
+
+    group: Any = typer.main.get_command(app)
+    name, *rest = arguments
+    return group.commands[name].make_context(name, rest)
+
+
+def parses(arguments: list[str]) -> bool:
+    """Whether ``mlaprep`` takes these arguments.
+
+    Raises:
+        KeyError, click.UsageError: it does not, and why.
+    """
+    return _context(list(arguments)) is not None
+
+
+def accepts(variables: dict[str, str], serve: list[str]) -> bool:
+    """Whether the service starts with these variables and these arguments of ``mlaprep serve``."""
+    from mlaprep.service.settings import read_settings
+    from mlaprep.templates.errors import SpecError
+
+    options = {name: _context(serve).params[name] for name in ("host", "port")} if serve else {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, str(value))
+        try:
+            read_settings({name: value for name, value in options.items() if value is not None})
+        except SpecError as error:
+            if serve:
+                raise AssertionError(f"the service refuses its settings: {error}") from error
+            return False
+    return True
+
+
+@functools.cache
+def metric_names() -> frozenset[str]:
+    """Metrics of the service, as its /metrics tells them, of a client, and of every process."""
+    from mlaprep.clients.prometheus import families
+    from mlaprep.clients.stats import ClientStats
+
+    names = {family.name for family in families([ClientStats()])}
+    return frozenset(names | {"process_resident_memory_bytes"})

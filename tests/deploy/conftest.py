@@ -21,6 +21,15 @@ from deploy_kit import Proxy, ProxyMaker, free_port
 from service_kit import wait_for
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked ``image`` take minutes and root: only those who ask for them, by ``-m image``, get them."""
+    if "image" in config.option.markexpr:
+        return
+    left_out = [item for item in items if item.get_closest_marker("image")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A certificate for 127.0.0.1 that signed itself, and its key."""

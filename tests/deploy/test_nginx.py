@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import re
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -213,6 +214,36 @@ def test_a_replica_that_drains_is_passed_over(run_nginx: ProxyMaker) -> None:
         proxy.client() as http,
     ):
         assert {http.request(method, KERNEL).status_code for method in ("GET", "PUT") * 4} == {200}
+
+
+def test_no_request_fails_while_a_replica_is_replaced(run_service: ServerMaker, run_nginx: ProxyMaker) -> None:
+    with (
+        run_service() as old,
+        run_service() as other,
+        run_nginx(f"127.0.0.1:{old.port}", f"127.0.0.1:{other.port}") as proxy,
+        proxy.client() as http,
+    ):
+        build(http)
+        answers: list[int] = []
+        replaced = threading.Event()
+
+        def work() -> None:
+            with proxy.client() as worker:
+                while not replaced.is_set():
+                    answers.append(worker.get(KERNEL).status_code)
+                    answers.append(worker.put(KERNEL, headers=AUTHORIZED).status_code)
+
+        with ThreadPoolExecutor(4) as pool:
+            tasks = [pool.submit(work) for _ in range(4)]
+            wait_for(lambda: len(answers) > 40)
+            assert old.stop() == 0
+            before = len(answers)
+            wait_for(lambda: len(answers) > before + 40)
+            replaced.set()
+        for task in tasks:
+            task.result()
+        assert set(answers) == {200}
+        assert old.log.read_text().count(KERNEL) > 0, "the old replica had no part in it"
 
 
 def test_a_refusal_of_the_service_keeps_its_own_time(run_nginx: ProxyMaker) -> None:
