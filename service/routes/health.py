@@ -45,11 +45,12 @@ async def readyz(request: Request) -> Response:
     service = service_of(request)
     if not service.settings.read_only:
         service.compiler.start()
-    document = await in_thread(_document, service, request.app.state.drain.began)
+    document = await in_thread(ready_document, service, request.app.state.drain.began)
     return json_response(document, 200 if document["ready"] else 503)
 
 
-def _document(service: Service, draining: bool) -> dict[str, Any]:
+def ready_document(service: Service, draining: bool) -> dict[str, Any]:
+    """What /readyz answers."""
     compiler = service.compiler.state()
     reasons = reasons_not_ready(service, draining=draining)
     counters = asdict(service.builder.stats())

@@ -39,7 +39,7 @@ async def get_sass(request: Request, arch: ArchPath, variant_id: VariantPath) ->
     headers = {"etag": f'"{tag}"', "cache-control": "no-cache"}
     if not_modified(request, tag):
         return Response(status_code=304, headers=headers)
-    found = await _inspect(request, artifact)
+    found = await inspect_kernel(request, artifact)
     headers["x-content-type-options"] = "nosniff"
     return Response(found.listing.text(), headers=headers, media_type="text/plain; charset=utf-8")
 
@@ -54,12 +54,13 @@ async def get_resources(request: Request, arch: ArchPath, variant_id: VariantPat
     """Registers, memory, code size and instructions by class, read off the cubin."""
     read_query(request)
     artifact = await find_kernel(service_of(request), arch, variant_id)
-    found = await _inspect(request, artifact)
+    found = await inspect_kernel(request, artifact)
     head = {"variant_id": found.name, "arch": str(found.arch), "digest": artifact.digest}
     return json_response(head | found.resources.to_dict())
 
 
-async def _inspect(request: Request, artifact: KernelArtifact) -> Inspection:
+async def inspect_kernel(request: Request, artifact: KernelArtifact) -> Inspection:
+    """A kernel taken apart, as few at a time as the service takes; errors as for :func:`inspect`."""
     state = request.app.state
     if not hasattr(state, "disassemblies"):
         state.disassemblies = asyncio.Semaphore(_AT_ONCE)

@@ -41,11 +41,12 @@ def _read_cursor(text: str) -> Place:
     return -int(match[1]), -int(match[2]), match[4], str(Arch(match[3]))
 
 
-def _cursor(place: Place) -> str:
+def write_cursor(place: Place) -> str:
+    """A place as a cursor's text."""
     return f"{-place[0]}.{-place[1]}.{place[3]}.{place[2]}"
 
 
-_PARAMETERS: Final = (
+PARAMETERS: Final = (
     choice("arch", tuple(map(str, ARCHS)), "one architecture only", str(ARCH)),
     choice("order", ORDERS, "the most frequent first (default), or the latest", "count"),
     integer("limit", 1, 500, "misses on a page", default=100, example=20),
@@ -65,11 +66,11 @@ _PARAMETERS: Final = (
     summary="Kernels that workers asked for and lacked",
     response_model=MissesReply,
     responses=problems(422),
-    openapi_extra=query(*_PARAMETERS),
+    openapi_extra=query(*PARAMETERS),
 )
 async def list_misses(request: Request) -> Response:
     """With how far each is by now: what is still ``missing`` is worth building ahead."""
-    values = read_query(request, *_PARAMETERS)
+    values = read_query(request, *PARAMETERS)
     service = service_of(request)
     arch = None if values["arch"] is None else Arch(values["arch"])
     order: Order = values["order"] or "count"
@@ -108,7 +109,7 @@ def _page(
     return {
         "misses": [_row(*entry, state) for entry, state in zip(page.misses, states, strict=True)],
         "total": page.total,
-        "next_cursor": None if page.next is None else _cursor(page.next),
+        "next_cursor": None if page.next is None else write_cursor(page.next),
     }
 
 

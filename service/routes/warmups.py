@@ -81,7 +81,7 @@ async def list_warmups(request: Request) -> Response:
 async def get_warmup(request: Request, job_id: JobPath) -> Response:
     """How far it is, and what could not be built."""
     read_query(request)
-    return json_response((await _job(service_of(request), job_id)).to_document(with_plan=True))
+    return json_response((await find_job(service_of(request), job_id)).to_document(with_plan=True))
 
 
 @router.get(
@@ -100,7 +100,7 @@ async def watch_warmup(request: Request, job_id: JobPath) -> Response:
     """The first event comes at once, unless Last-Event-ID names it."""
     read_query(request)
     service = service_of(request)
-    job = await _job(service, job_id)
+    job = await find_job(service, job_id)
     if service.streams.open >= MAX_STREAMS:
         raise ProblemError(
             503,
@@ -128,7 +128,7 @@ async def resume_warmup(request: Request, job_id: JobPath) -> Response:
     """One that was interrupted, cancelled or failed in part goes through its plan again and builds what is left."""
     service = _building(request)
     read_query(request)
-    job = await _job(service, job_id)
+    job = await find_job(service, job_id)
     if not job.finished:
         raise ProblemError(409, "warmup-running", "The warm-up is not finished", "Cancel it first, or let it go on.")
     try:
@@ -150,7 +150,7 @@ async def cancel_warmup(request: Request, job_id: JobPath) -> Response:
     service = service_of(request)
     require_build_rights(request, service.settings)
     read_query(request)
-    job = await _job(service, job_id)
+    job = await find_job(service, job_id)
     if not job.finished:
         job = await in_thread(service.jobs.cancel, job)
     return json_response(job.to_document(with_plan=True), 202)
@@ -201,7 +201,8 @@ def _building(request: Request) -> Service:
     return service
 
 
-async def _job(service: Service, job_id: str) -> WarmupJob:
+async def find_job(service: Service, job_id: str) -> WarmupJob:
+    """The job of that id, or a problem: 404."""
     job = await in_thread(service.jobs.store.get, job_id, limiter=service.reading)
     if job is None:
         raise ProblemError(404, "no-such-warmup", "There is no such warm-up", "GET /v1/warmups lists those there are.")

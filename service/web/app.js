@@ -10,13 +10,16 @@ let theme = keep(localStorage, "theme");
 if (!THEMES.includes(theme)) theme = "auto";
 if (theme !== "auto") root.dataset.theme = theme;
 
-document.addEventListener("DOMContentLoaded", () => {
+document.addEventListener("DOMContentLoaded", start);
+
+function start() {
   switchTheme();
   bind(document);
-});
+}
 
 function bind(part) {
   for (const form of part.querySelectorAll("form[data-filters]")) bindFilters(form);
+  for (const form of part.querySelectorAll("form[data-unlock]")) bindUnlock(form);
   for (const form of part.querySelectorAll("form[data-warmup]")) bindWarmup(form);
   for (const field of part.querySelectorAll("input[data-token]")) bindToken(field);
   for (const element of part.querySelectorAll("[data-origin]")) useOwnOrigin(element);
@@ -56,9 +59,8 @@ function bindToken(field) {
 
 // The address in a line to copy is the one this page has, whatever a proxy made of it.
 function useOwnOrigin(element) {
-  const own = (text) => text.replaceAll(element.dataset.origin, location.origin);
-  if (element.dataset.copy) element.dataset.copy = own(element.dataset.copy);
-  else element.textContent = own(element.textContent);
+  element.textContent = element.textContent.replaceAll(element.dataset.origin, location.origin);
+  element.closest(".snippet").querySelector("button").dataset.copy = element.textContent;
 }
 
 async function copy(button) {
@@ -78,10 +80,13 @@ async function copy(button) {
   setTimeout(() => { button.textContent = "Copy"; }, 1500);
 }
 
-async function call(method, url, body) {
-  const headers = {};
+function authorization() {
   const token = keep(sessionStorage, "token");
-  if (token) headers.authorization = "Bearer " + token;
+  return token ? { authorization: "Bearer " + token } : {};
+}
+
+async function call(method, url, body) {
+  const headers = authorization();
   if (body !== undefined) headers["content-type"] = "application/json";
   let reply;
   try {
@@ -140,7 +145,7 @@ function bindWarmup(form) {
   if (command) {
     const show = () => {
       command.textContent = commandOf(form);
-      command.parentElement.querySelector("button").dataset.copy = command.textContent;
+      command.closest(".snippet").querySelector("button").dataset.copy = command.textContent;
     };
     form.addEventListener("input", show);
     show();
@@ -175,10 +180,30 @@ async function act(button) {
   await renew(button.closest("[data-region]"));
 }
 
+// Where reading takes a token, a page that is opened by a link comes without one, and is fetched again with it.
+function bindUnlock(form) {
+  const unlock = async (asked) => {
+    const reply = await fetch(location.href, { headers: authorization() }).catch(() => null);
+    if (reply && reply.ok) {
+      const fresh = new DOMParser().parseFromString(await reply.text(), "text/html");
+      document.title = fresh.title;
+      document.body.replaceWith(fresh.body);
+      start();
+    } else if (asked) {
+      showOutcome(form.querySelector(".outcome"), { document: { title: "The token does not let you read this" } });
+    }
+  };
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    unlock(true);
+  });
+  if (keep(sessionStorage, "token")) unlock(false);
+}
+
 // A region as the server renders it now, in place of the one that is shown.
 async function renew(region) {
   if (!region.isConnected) return;
-  const reply = await fetch(location.href, { headers: { accept: "text/html" } }).catch(() => null);
+  const reply = await fetch(location.href, { headers: authorization() }).catch(() => null);
   if (!reply || !reply.ok) {
     if (region.dataset.refresh) refreshSoon(region);
     return;
@@ -207,27 +232,51 @@ function refreshSoon(region) {
 
 // A browser keeps six connections to a host, so three jobs are followed at once: one runs, the others wait.
 function watch(jobs) {
-  for (const element of jobs.slice(0, 3)) {
-    const source = new EventSource(element.dataset.events);
-    let failed = Number(element.dataset.failed);
-    source.addEventListener("progress", (event) => {
-      if (!element.isConnected) {
-        source.close();
-        return;
-      }
-      const job = JSON.parse(event.data);
-      const over = !["queued", "running"].includes(job.state);
-      if (over) source.close();
+  for (const element of jobs.slice(0, 3)) follow(element);
+}
+
+async function follow(element) {
+  let failed = Number(element.dataset.failed);
+  let state = element.dataset.state;
+  let last = "";
+  while (element.isConnected) {
+    for await (const { id, data } of eventsOf(element.dataset.events, last)) {
+      if (!element.isConnected) return;
+      last = id;
+      const job = JSON.parse(data);
+      showProgress(element, job);
       // Another state, or one more failure: more than figures changes, and the server renders it.
-      if (over || job.state !== element.dataset.state || job.failed !== failed) {
-        failed = job.failed;
-        element.dataset.state = job.state;
-        source.close();
-        renew(element.closest("[data-region]"));
-      } else {
-        showProgress(element, job);
+      if (job.state !== state || job.failed !== failed) {
+        ({ state, failed } = job);
+        await renew(element.closest("[data-region]"));
       }
-    });
+      if (!["queued", "running"].includes(job.state)) return;
+    }
+    await new Promise((resolve) => setTimeout(resolve, 2000));
+  }
+}
+
+// Server-sent events by fetch, since an EventSource cannot send a token. Ends with the stream, however that ends.
+async function* eventsOf(url, last) {
+  const stop = new AbortController();
+  try {
+    const headers = { accept: "text/event-stream", ...authorization(), ...(last ? { "last-event-id": last } : {}) };
+    const reply = await fetch(url, { headers, signal: stop.signal });
+    if (!reply.ok) return;
+    let text = "";
+    const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let { value, done } = await reader.read(); !done; { value, done } = await reader.read()) {
+      text += value;
+      const blocks = text.split("\n\n");
+      text = blocks.pop();
+      for (const block of blocks) {
+        const fields = Object.fromEntries(block.split("\n").map((line) => line.split(/: ?(.*)/s, 2)));
+        if (fields.event === "progress") yield fields;
+      }
+    }
+  } catch { // gone; whoever follows asks again
+  } finally {
+    stop.abort();
   }
 }
 

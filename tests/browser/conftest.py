@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from browser.pages import VARIANT
+from browser.pages import LACKED, TOKEN, VARIANT
 from playwright.sync_api import Browser, Page, sync_playwright
-from service_kit import Server, running_server
+from service_kit import SERVE, Server, running_server, wait_for
 
 WIDE, PHONE = {"width": 1280, "height": 860}, {"width": 360, "height": 780}
 TAGS = ("wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice")
@@ -28,6 +28,26 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             for arch in ("sm_90a", "sm_100a"):
                 assert http.put(f"/v1/kernels/{arch}/{VARIANT}").status_code == 201
             assert http.get(f"/v1/kernels/sm_100a/{VARIANT}").status_code == 200
+            lacked = [
+                {"variant_id": LACKED, "arch": "sm_103a", "count": 412},
+                {"variant_id": VARIANT, "arch": "sm_100a"},
+            ]
+            assert http.post("/v1/misses", json={"misses": lacked}).json()["recorded"] == 2
+        yield server
+
+
+@pytest.fixture(scope="session")
+def broken_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A service whose compile processes find no CuPy, with a token."""
+    child = "import sys; sys.modules['cupy'] = None; from mlaprep.service.compile_child import main; main(sys.argv[1:])"
+    patch = (
+        "import sys\nfrom mlaprep.service.compiler import Compiler\n"
+        f"Compiler.__init__.__kwdefaults__['command'] = [sys.executable, '-c', {child!r}]\n"
+    )
+    folder = tmp_path_factory.mktemp("broken")
+    with running_server(folder, code=patch + SERVE, wait=False, MLAPREP_TOKEN=TOKEN) as server:
+        with httpx.Client(base_url=server.url) as http:
+            wait_for(lambda: http.get("/readyz").json()["compiler"]["status"] == "unavailable", 30)
         yield server
 
 

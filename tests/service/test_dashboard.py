@@ -1,11 +1,21 @@
 """The dashboard's pages and files as replies; tests/browser looks at them in a browser."""
 
+import html
 import re
 
-from service_kit import Client
+import pytest
+from service_kit import Client, ClientMaker
 
+from mlaprep.service.errors import DisassemblerUnavailable
+from mlaprep.service.job_store import WarmupJob
+from mlaprep.service.routes import inspection
 from mlaprep.service.web.assets import assets
+from mlaprep.service.web.highlight import sass_lines, source_lines
 from mlaprep.service.web.pages import ago, duration, size, with_query
+from mlaprep.templates.render import render
+from mlaprep.templates.spec import KernelSpec
+
+VARIANT = "mla_prepare-h12-r512-d64-bf16-fp8-norope-i64-pdl"
 
 
 def test_a_page_runs_and_loads_its_own_files_alone(client: Client) -> None:
@@ -51,3 +61,57 @@ def test_values_read_as_people_write_them() -> None:
     assert [duration(seconds) for seconds in (0, 59.6, 192, 90061)] == ["0 s", "1 min", "3 min 12 s", "1 d 1 h"]
     assert ago("2026-01-31T12:00:00Z").endswith(" d ago")
     assert with_query("/", {"a": 1, "b": None}, c="x&y") == "/?a=1&c=x%26y"
+
+
+def test_highlighted_lines_are_the_text_and_no_markup_of_it() -> None:
+    source = render(KernelSpec(num_heads=12)).text
+    assert [text_of(line) for line in source_lines(source)] == source.splitlines()
+    hostile = '/* <b>\n</b> */ "&lt;"'
+    assert [text_of(line) for line in source_lines(hostile)] == hostile.split("\n")
+    assert "<b>" not in "".join(source_lines(hostile))
+    listing = "mla_prepare:\n  0100    @P0 BRA .L3\n  0140        LDCU.64 UR4, c[0x0][0x3c8]    // q_nope <\n"
+    assert [text_of(line) for line in sass_lines(listing)] == listing.splitlines()
+    assert '<span class="k">BRA</span>' in sass_lines(listing)[1]
+
+
+def text_of(line: str) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", "", line))
+
+
+def test_machine_code_that_cannot_be_shown_leaves_the_page(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert client.put(f"/v1/kernels/sm_90a/{VARIANT}").status_code == 201
+
+    def refuse(*_: object) -> None:
+        raise DisassemblerUnavailable("no nvdisasm")
+
+    monkeypatch.setattr(inspection, "inspect", refuse)
+    reply = client.get(f"/variants/{VARIANT}?arch=sm_90a&view=sass")
+    assert reply.status_code == 200
+    assert "cannot disassemble: no nvdisasm" in reply.text
+
+
+def test_a_revoked_kernel_says_why(client: Client) -> None:
+    path = f"/v1/kernels/sm_90a/{VARIANT}"
+    assert client.put(path).status_code == 201
+    assert client.request("DELETE", f"{path}?reason=wrong%20bytes%20at%20W%20=%20576").status_code == 200
+    page = client.get(f"/variants/{VARIANT}?arch=sm_90a").text
+    assert "Revoked." in page
+    assert "wrong bytes at W = 576" in page
+    assert "Build it" not in page
+
+
+def test_a_read_only_service_offers_nothing_to_start(make_client: ClientMaker) -> None:
+    client = make_client(read_only=True)
+    for path in ("/warmups", "/misses", f"/variants/{VARIANT}?arch=sm_90a", "/status"):
+        page = client.get(path).text
+        assert "data-warmup" not in page, path
+        assert "read-only" in page
+
+
+def test_more_jobs_than_a_page_shows_are_counted(client: Client) -> None:
+    for number in range(52):
+        client.service.jobs.store.put(WarmupJob(f"{number:016x}", "", {"kernels": []}, 1, "done", created_at=number))
+    page = client.get("/warmups").text
+    assert page.count('role="progressbar"') == 50
+    assert "The latest 50 of 52." in page
+    assert client.get("/warmups?limit=256").text.count('role="progressbar"') == 52
