@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import typer
 from rich.text import Text
 
-from mlaprep.clients import cli_bundle, cli_cache, cli_kernels, cli_keys, cli_misses, cli_revoke, cli_warmup
+from mlaprep.clients import cli_bundle, cli_cache, cli_kernels, cli_keys, cli_misses, cli_revoke, cli_token, cli_warmup
 from mlaprep.clients.building import Obtained
 from mlaprep.clients.cli_inspect import Against, Resources, Sass, Save, View
 from mlaprep.clients.cli_kernels import bring, look, report
@@ -132,6 +132,7 @@ app.command("revoke")(cli_revoke.revoke)
 app.command("revocations")(cli_revoke.revocations)
 app.command("warmup")(cli_warmup.warmup)
 app.add_typer(cli_keys.app, name="keys")
+app.add_typer(cli_token.app, name="token")
 app.add_typer(cli_bundle.app, name="bundle")
 
 
@@ -147,7 +148,7 @@ def serve(
     ] = None,
     token: Annotated[
         str | None,
-        typer.Option("--token", help="Token that building asks for. Prefer MLAPREP_TOKEN: command lines are public."),
+        typer.Option("--token", help="Token of every scope. Prefer MLAPREP_TOKENS_FILE: command lines are public."),
     ] = None,
     cache_dir: CacheDir = None,
     port_file: Annotated[

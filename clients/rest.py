@@ -288,12 +288,20 @@ class RestTransport:
         if status in _TRANSIENT and not (isinstance(kind, str) and kind.startswith(_PROBLEM_TYPE)):
             raise ServiceUnreachable(message, retry_after=retry_after(answer))  # a proxy, not the service
         raise ServiceRefused(
-            message + _ADVICE.get(status, ""),
+            message + (self._access_advice(status) or _ADVICE.get(status, "")),
             status=status,
             problem=plain(kind).removeprefix(_PROBLEM_TYPE) if isinstance(kind, str) else "",
             problems=tuple(field_problems(problem)),
             retry_after=retry_after(answer),
         )
+
+    def _access_advice(self, status: int) -> str:
+        """What to do about an answer that is about who asks; the answer itself says which scope is needed."""
+        if status == 401 and self._token is None:
+            return "; set MLAPREP_TOKEN, or give a token"
+        if status == 401:
+            return "; the token that was sent does not hold, look at MLAPREP_TOKEN"
+        return "; ask whoever runs the service for a token that may" if status == 403 and self._token else ""
 
     def _verified(self, body: bytes, spec: KernelSpec, arch: Arch, path: str, deadline: float) -> Reply:
         envelope = parse_json(body)
@@ -329,8 +337,6 @@ class RestTransport:
 
 _UPGRADE: Final = "; bring service and worker to the same release of mlaprep"
 _ADVICE: Final[Mapping[int, str]] = {
-    401: "; set a token (MLAPREP_TOKEN)",
-    403: "; the token does not allow this",
     404: "; the kernel is not built there, or this is not an mlaprep service",
 }
 

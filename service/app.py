@@ -9,9 +9,11 @@ from typing import Any, Final
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
+from starlette.middleware.cors import CORSMiddleware
 
 from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.service import problems
+from mlaprep.service.auth import requirement_of
 from mlaprep.service.body import BodyLimit
 from mlaprep.service.compiler import Compiler
 from mlaprep.service.drain import Drain, DrainGate
@@ -19,6 +21,7 @@ from mlaprep.service.edge import Edge
 from mlaprep.service.routes import (
     artifacts,
     dashboard,
+    documentation,
     health,
     inspection,
     kernels,
@@ -30,7 +33,7 @@ from mlaprep.service.routes import (
     warmups,
 )
 from mlaprep.service.schemas import ProblemReply
-from mlaprep.service.settings import Settings, read_settings
+from mlaprep.service.settings import Settings, read_settings, split_words
 from mlaprep.service.state import Service
 
 _ROUTERS: Final = (
@@ -85,6 +88,7 @@ def create_app(
         version=_version(),
         description=_DESCRIPTION,
         lifespan=lifespan,
+        openapi_url=None,  # in routes.reference, where it takes a scope like every route
         docs_url=None,  # the framework's pages load scripts from elsewhere; ours is in routes.reference
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the Host header of whoever asked
@@ -96,6 +100,14 @@ def create_app(
     app.add_middleware(BodyLimit, max_bytes=service.settings.max_body_bytes)
     app.add_middleware(DrainGate, drain=drain)
     app.add_middleware(Edge, methods=_methods_of)
+    if origins := split_words(service.settings.cors_origins):
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "HEAD", "PUT", "POST", "DELETE"],
+            allow_headers=["Authorization", "Content-Type", "If-None-Match", "X-Request-ID"],
+            expose_headers=["ETag", "Retry-After", "WWW-Authenticate", "X-Request-ID"],
+        )
     for router in _ROUTERS:
         app.include_router(router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # the documented way to extend it
@@ -123,8 +135,23 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         schema = ProblemReply.model_json_schema(ref_template="#/components/schemas/{model}")
         components.setdefault("schemas", {}).update(schema.pop("$defs", {}) | {ProblemReply.__name__: schema})
         components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        for route in (route for router in _ROUTERS for route in router.routes):
+            _describe_scope(route, document["paths"])
         app.openapi_schema = document
     return app.openapi_schema
+
+
+def _describe_scope(route: Any, paths: dict[str, Any]) -> None:
+    """Say of a documented route which scope it takes, and what callers without get."""
+    required = requirement_of(route)
+    if required is None or required.scope is None or route.path not in paths:
+        return
+    refusals = documentation.problems(401, 403)
+    for method in route.methods:
+        operation = paths[route.path][method.lower()]
+        operation["security"] = [{"token": [required.scope]}, {}]
+        for status, described in refusals.items():
+            operation["responses"].setdefault(str(status), described)
 
 
 def _version() -> str:

@@ -1,4 +1,4 @@
-"""Edge: what every request meets first. Request ids, HEAD for every GET, OPTIONS."""
+"""Edge: what every request meets first. Request ids, HEAD for every GET, OPTIONS, headers for browsers."""
 
 import re
 import uuid
@@ -8,6 +8,8 @@ from typing import Final
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlaprep.service.headers import guarded
+
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
@@ -15,7 +17,8 @@ class Edge:
     """ASGI middleware.
 
     A well-formed ``X-Request-ID`` is kept, any other is replaced; the reply carries it. HEAD runs as GET and
-    loses its body, so that both have the same headers and neither builds anything.
+    loses its body, so that both have the same headers and neither builds anything. Every reply gets the headers
+    of :mod:`mlaprep.service.headers`.
 
     Args:
         methods: methods of a path, none where there is no such resource.
@@ -35,7 +38,7 @@ class Edge:
 
         async def reply(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                headers = guarded([*message.get("headers", ()), (b"x-request-id", request_id)])
                 if message["status"] == 405 and (known := self._methods(scope["path"])):
                     # A router names the methods of the first route that has the path.
                     headers = [header for header in headers if header[0] != b"allow"]

@@ -29,6 +29,7 @@ from mlaprep.service.errors import (
     KernelSpills,
     QueueFull,
 )
+from mlaprep.service.headers import guarded
 from mlaprep.templates.errors import FieldProblem, SpecError, TemplateError
 
 MEDIA_TYPE: Final = "application/problem+json"
@@ -171,7 +172,8 @@ async def _answer(request: Request, error: Exception) -> Response:
 async def _answer_unexpected(request: Request, error: Exception) -> Response:
     response = problem_of(error).response()
     request_id = request.scope.get("state", {}).get("request_id")
-    if request_id is not None:  # this reply passes by the middleware that sets it
+    response.raw_headers = guarded(response.raw_headers)  # this reply passes by the middleware that sets them
+    if request_id is not None:
         response.headers["x-request-id"] = request_id
         _log.error("request %s failed: %s", request_id, type(error).__name__)
     return response

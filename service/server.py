@@ -57,7 +57,8 @@ def serve(settings: Settings | None = None, *, on_listening: Callable[[int], Non
             limit_concurrency=connections,
             timeout_graceful_shutdown=settings.shutdown_grace_s,
             backlog=ACCEPTED_AT_ONCE,
-            proxy_headers=False,
+            proxy_headers=bool(settings.trusted_proxies),
+            forwarded_allow_ips=settings.trusted_proxies,
             server_header=False,
             ws="none",
         )

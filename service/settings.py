@@ -2,11 +2,13 @@
 
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from mlaprep.kernels_cache.disk import DISK_BYTES
@@ -18,12 +20,21 @@ from mlaprep.templates.errors import FieldProblem, SpecError
 
 _MIB: Final = 2**20
 _ALLOWED: Final[Mapping[str, str]] = {
-    "host": "a loopback address; or any with MLAPREP_TOKEN set, or with MLAPREP_READ_ONLY=true to serve built kernels "
-    "only: without either, whoever reaches this service could make the machine compile",
+    "host": "a loopback address; or any with MLAPREP_TOKENS_FILE or MLAPREP_TOKEN set, or with MLAPREP_READ_ONLY=true "
+    "to serve built kernels only: without any, whoever reaches this service could make the machine compile",
     "token": "up to 1024 printable ASCII characters without spaces",
+    "tokens_file": "a file of lines that `mlaprep token create` prints; unset the variable to have none",
+    "reads_need_token": "off where neither MLAPREP_TOKENS_FILE nor MLAPREP_TOKEN is set: nobody could read",
+    "trusted_proxies": "addresses and networks such as 10.0.0.0/8, between commas",
+    "cors_origins": "origins such as https://dash.example, between commas",
     "cache_dir": "a directory",
     "signing_key": "a file that `mlaprep keys generate` wrote, of mode 0600; unset the variable to sign nothing",
 }
+# Empty counts as unset elsewhere. A service that was to sign, or to ask for tokens, must not start without.
+_NEVER_EMPTY: Final = ("signing_key", "tokens_file")
+_ORIGIN: Final = re.compile(
+    r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9A-Fa-f:.]+\](:[0-9]{1,5})?", re.ASCII
+)
 _NO_NUMBER: Final = ("int_parsing", "int_parsing_size", "int_type", "int_from_float", "float_parsing", "float_type")
 
 
@@ -41,7 +52,19 @@ class Settings(BaseSettings):
     host: str = Field(default="127.0.0.1", description="address to listen on; one that is not loopback needs a token")
     port: int = Field(default=8400, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     token: SecretStr | None = Field(
-        default=None, description="bearer token that building asks for; without one, only loopback may build"
+        default=None,
+        description="bearer token of every scope; without one and without a token file, only loopback may build",
+    )
+    tokens_file: Path | None = Field(
+        default=None, description="file of tokens, by name, scope and digest; read again when it changes; never empty"
+    )
+    reads_need_token: bool = Field(default=False, description="reading takes a token too, one of scope read or more")
+    trusted_proxies: str = Field(
+        default="",
+        description="addresses or networks, between commas, of proxies whose X-Forwarded-For and -Proto are believed",
+    )
+    cors_origins: str = Field(
+        default="", description="origins, between commas, whose pages may call the service from a browser"
     )
     read_only: bool = Field(default=False, description="serve what is built and build nothing; starts no compiler")
     cache_dir: Path | None = Field(
@@ -90,13 +113,13 @@ class Settings(BaseSettings):
         default=None, description="file of the private key that signs every manifest served; mode 0600, never empty"
     )
 
-    @field_validator("token", "cache_dir", mode="before")
+    @field_validator("token", "tokens_file", "cache_dir", mode="before")
     @classmethod
     def _none_where_empty(cls, value: Any) -> Any:
         """An empty variable is how a compose file says "none"."""
         return None if value == "" else value
 
-    @field_validator("read_only", "access_log", "refuse_spills", mode="before")
+    @field_validator("read_only", "reads_need_token", "access_log", "refuse_spills", mode="before")
     @classmethod
     def _switch(cls, value: Any) -> Any:
         """The words that every switch of mlaprep knows, no others."""
@@ -110,14 +133,43 @@ class Settings(BaseSettings):
             raise ValueError("a token is up to 1024 printable ASCII characters without spaces")
         return value
 
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _networks(cls, value: str) -> str:
+        for word in split_words(value):
+            ipaddress.ip_network(word)
+        return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, value: str) -> str:
+        if not all(map(_ORIGIN.fullmatch, split_words(value))):
+            raise ValueError("an origin is a scheme, a host and perhaps a port")
+        return value
+
     @model_validator(mode="after")
     def _protected(self) -> Self:
-        if not (is_loopback(self.host) or self.token or self.read_only):
-            raise ValueError(
+        takes_tokens = self.token is not None or self.tokens_file is not None
+        if not (is_loopback(self.host) or takes_tokens or self.read_only):
+            raise _fault(
+                "host",
                 "host is not a loopback address and there is no token: anyone who reaches it could make this machine "
-                "compile. Set MLAPREP_TOKEN, or MLAPREP_READ_ONLY=true to serve built kernels only"
+                "compile. Set MLAPREP_TOKENS_FILE or MLAPREP_TOKEN, or MLAPREP_READ_ONLY=true to serve built kernels "
+                "only",
             )
+        if self.reads_need_token and not takes_tokens:
+            raise _fault("reads_need_token", "reading takes a token, and there is none")
         return self
+
+
+def _fault(setting: str, told: str) -> PydanticCustomError:
+    """A fault of a setting beside others."""
+    return PydanticCustomError("together", "{told}", {"setting": setting, "told": told})
+
+
+def split_words(text: str) -> list[str]:
+    """The words of a setting that takes several, between commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def is_loopback(host: str) -> bool:
@@ -139,9 +191,9 @@ def read_settings(options: Mapping[str, Any] | None = None) -> Settings:
         SpecError: every setting at fault, by the name of its option or variable; no value is repeated.
     """
     given = dict(options or {})
-    # Empty counts as unset elsewhere. A service that was to sign must not start without its key.
-    if "signing_key" not in given and os.environ.get("MLAPREP_SIGNING_KEY") == "":
-        raise SpecError(FieldProblem("MLAPREP_SIGNING_KEY", "an empty string", _allowed("signing_key")))
+    for name in _NEVER_EMPTY:
+        if name not in given and os.environ.get(f"MLAPREP_{name.upper()}") == "":
+            raise SpecError(FieldProblem(f"MLAPREP_{name.upper()}", "an empty string", _allowed(name)))
     try:
         return Settings(**given)
     except ValidationError as error:
@@ -150,11 +202,11 @@ def read_settings(options: Mapping[str, Any] | None = None) -> Settings:
 
 
 def _problem(fault: Mapping[str, Any], options: Mapping[str, Any]) -> FieldProblem:
-    name = str(fault["loc"][0]) if fault["loc"] else "host"  # the one check of several fields is about the address
+    name = str(fault["loc"][0] if fault["loc"] else fault["ctx"]["setting"])
     shown = f"--{name.replace('_', '-')}" if name in options else f"MLAPREP_{name.upper()}"
     kind = str(fault["type"])
-    if not fault["loc"]:
-        found = "an address that others can reach, and no token"
+    if kind == "together":
+        found = "an address that others can reach, and no token" if name == "host" else "on, and no token"
     elif kind in _NO_NUMBER:
         found = "a string that is no number" if kind.startswith("float") else "a string that is no integer"
     elif "than" in kind or kind == "finite_number":

@@ -18,6 +18,7 @@ from mlaprep.kernels_cache.key_files import read_signing_key
 from mlaprep.kernels_cache.opening import folder_of, open_store_or_memory
 from mlaprep.kernels_cache.signing import SigningKey
 from mlaprep.kernels_cache.store import KernelStore, MemoryStore, TieredStore
+from mlaprep.service.auth import Access
 from mlaprep.service.builder import Builder, Built, Target
 from mlaprep.service.catalog import Catalog
 from mlaprep.service.compiler import Compiler
@@ -48,6 +49,7 @@ class Service:
     """The parts behind an application, made together and closed together."""
 
     settings: Settings
+    access: Access
     store: KernelStore
     compiler: Compiler
     builder: Builder
@@ -69,8 +71,9 @@ class Service:
         """Everything from settings; opens the cache directory and starts no process.
 
         Raises:
-            SpecError: a signing key that cannot be used.
+            SpecError: a signing key or a token file that cannot be used.
         """
+        access = Access.assemble(settings)
         signing_key = _signing_key(settings)
         cache_warning = ""
         if store is None:
@@ -93,7 +96,9 @@ class Service:
         folder = folder_of(store)
         misses, jobs = Misses(folder), Jobs(builder, JobStore(folder))
         catalog = Catalog(builder)
-        return cls(settings, store, compiler, builder, catalog, misses, jobs, warnings, owns_compiler, signing_key)
+        return cls(
+            settings, access, store, compiler, builder, catalog, misses, jobs, warnings, owns_compiler, signing_key
+        )
 
     def signed(self, manifest: Manifest) -> Manifest:
         """A manifest as it is served: signed with the service's key, or as it is kept where it has none.

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlaprep.kernels_cache.key import is_digest
+from mlaprep.service.auth import require
 from mlaprep.service.errors import KernelRevoked
 from mlaprep.service.parameters import read_query
 from mlaprep.service.problems import ProblemError, invalid_fields
@@ -23,6 +24,7 @@ _ENTITY_TAG: Final = re.compile(r'(?:W/)?"([^"]*)"')
 
 @router.get(
     "/{digest}",
+    dependencies=[require("read")],
     summary="The bytes of a cubin",
     response_class=Response,
     responses={
@@ -43,10 +45,10 @@ async def get_artifact(request: Request, digest: DigestPath) -> Response:
     cubin = await in_thread(_unrevoked, service_of(request), digest)
     if cubin is None:
         raise _no_artifact()
-    headers = {"etag": f'"{digest}"', "cache-control": "public, max-age=31536000, immutable"}
+    shared = "private" if service_of(request).settings.reads_need_token else "public"
+    headers = {"etag": f'"{digest}"', "cache-control": f"{shared}, max-age=31536000, immutable"}
     if not_modified(request, digest):
         return Response(status_code=304, headers=headers)
-    headers["x-content-type-options"] = "nosniff"
     return Response(cubin, headers=headers, media_type="application/octet-stream")
 
 

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from mlaprep.kernels_cache.artifact import KernelArtifact
+from mlaprep.service.auth import open_to_all, require
 from mlaprep.service.catalog import STATES, Catalog, Filter, Variant, VariantArch, models_of
 from mlaprep.service.errors import InspectError
 from mlaprep.service.job_store import MAX_JOBS
@@ -48,7 +49,7 @@ _SHOWN: Final = ("compiler", "store", "counters")
 _FILTERS: Final = ("model", "arch", "state", "layout", "num_heads")
 
 
-@router.get("/")
+@router.get("/", dependencies=[require("read")])
 async def show_variants(request: Request) -> Response:
     """The matrix of variants and architectures."""
     if (clean := _without_empty(request)) is not None:
@@ -71,7 +72,7 @@ async def show_variants(request: Request) -> Response:
     )
 
 
-@router.get("/variants/{variant_id}")
+@router.get("/variants/{variant_id}", dependencies=[require("read")])
 async def show_variant(request: Request, variant_id: str) -> Response:
     """One variant: its state on every architecture, and its kernel on one of them."""
     values = read_query(request, *_VARIANT)
@@ -102,7 +103,7 @@ async def show_variant(request: Request, variant_id: str) -> Response:
     )
 
 
-@router.get("/warmups")
+@router.get("/warmups", dependencies=[require("read")])
 async def show_warmups(request: Request) -> Response:
     """Warm-up jobs, and a form to start one."""
     limit = read_query(request, integer("limit", 1, MAX_JOBS, "jobs on the page", default=_ROWS))["limit"]
@@ -122,7 +123,7 @@ async def show_warmups(request: Request) -> Response:
     )
 
 
-@router.get("/warmups/{job_id}")
+@router.get("/warmups/{job_id}", dependencies=[require("read")])
 async def show_warmup(request: Request, job_id: str) -> Response:
     """One job as it goes on, with what could not be built."""
     read_query(request)
@@ -134,7 +135,7 @@ async def show_warmup(request: Request, job_id: str) -> Response:
     return page(request, "/warmups", "warmup", job=job, plan=plan)
 
 
-@router.get("/misses")
+@router.get("/misses", dependencies=[require("read")])
 async def show_misses(request: Request) -> Response:
     """What workers asked for and lacked."""
     if (clean := _without_empty(request)) is not None:
@@ -148,7 +149,7 @@ async def show_misses(request: Request) -> Response:
     return page(request, "/misses", "misses", values=values, known_archs=archs, origin=_origin(request), **found)
 
 
-@router.get("/status")
+@router.get("/status", dependencies=[require("read")])
 async def show_status(request: Request) -> Response:
     """What /readyz says, for people."""
     read_query(request)
@@ -160,14 +161,14 @@ async def show_status(request: Request) -> Response:
     return page(request, "/status", "status", document=document, more=more, archs=service.known_archs())
 
 
-@router.get(PREFIX + "{name}")
+@router.get(PREFIX + "{name}", dependencies=[open_to_all()])
 async def get_asset(request: Request, name: str) -> Response:
     """A file whose URL names its content, so caches may keep it for ever."""
     read_query(request)
     asset = find_asset(name)
     if asset is None:
         raise ProblemError(404, "not-found", "No such file", "Load the page again: it names the files of this release.")
-    headers = {"cache-control": "public, max-age=31536000, immutable", "x-content-type-options": "nosniff"}
+    headers = {"cache-control": "public, max-age=31536000, immutable"}
     return Response(asset.body, headers=headers, media_type=asset.media_type)
 
 

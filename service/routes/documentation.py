@@ -10,8 +10,8 @@ from mlaprep.service.schemas import ARCH, DIGEST, KEY, VARIANT_ID, ProblemReply
 from mlaprep.templates.arch import ARCHS
 
 _TITLES: Final = {
-    401: "no token, or not the right one",
-    403: "building is not allowed on this service",
+    401: "no token, or none that holds",
+    403: "the token has another scope, or the service does not allow this",
     404: "not built, or no such resource",
     409: "a prefix that fits several kernels, or a warm-up that is not finished",
     410: "revoked: not given out, and not built again under its key",

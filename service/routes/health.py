@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlaprep.service.auth import open_to_all
 from mlaprep.service.parameters import read_query
 from mlaprep.service.readiness import reasons_not_ready
 from mlaprep.service.routes.documentation import problems, query
@@ -18,6 +19,7 @@ router = APIRouter(tags=["health"])
 
 @router.get(
     "/healthz",
+    dependencies=[open_to_all()],
     summary="Whether the process answers",
     response_model=HealthReply,
     responses=problems(422),
@@ -31,6 +33,7 @@ async def healthz(request: Request) -> Response:
 
 @router.get(
     "/readyz",
+    dependencies=[open_to_all()],
     summary="Whether the process can do its work",
     response_model=ReadyReply,
     responses={503: {"model": ReadyReply, "description": "not ready; ``reasons`` say why"}, **problems(422)},
@@ -57,7 +60,7 @@ def ready_document(service: Service, draining: bool) -> dict[str, Any]:
     return {
         "ready": not reasons,
         "reasons": reasons,
-        "warnings": list(service.warnings),
+        "warnings": [*service.warnings, *service.access.warnings()],
         "read_only": service.settings.read_only,
         "signing_key": None if service.signing_key is None else service.signing_key.public.key_id,
         "compiler": {

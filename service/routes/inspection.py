@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlaprep.kernels_cache.artifact import KernelArtifact
+from mlaprep.service.auth import require
 from mlaprep.service.inspect import Inspection, inspect
 from mlaprep.service.parameters import read_query
 from mlaprep.service.routes.artifacts import not_modified
@@ -23,6 +24,7 @@ _AT_ONCE: Final = 2  # reading is open to all, and each disassembly takes a thir
 
 @router.get(
     "/{arch}/{variant_id}/sass",
+    dependencies=[require("read")],
     summary="The machine code of a kernel",
     response_class=Response,
     responses={
@@ -40,12 +42,12 @@ async def get_sass(request: Request, arch: ArchPath, variant_id: VariantPath) ->
     if not_modified(request, tag):
         return Response(status_code=304, headers=headers)
     found = await inspect_kernel(request, artifact)
-    headers["x-content-type-options"] = "nosniff"
     return Response(found.listing.text(), headers=headers, media_type="text/plain; charset=utf-8")
 
 
 @router.get(
     "/{arch}/{variant_id}/resources",
+    dependencies=[require("read")],
     summary="What a kernel takes",
     response_model=ResourcesReply,
     responses=problems(404, 410, 422, 503),

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlaprep.kernels_cache.artifact import KernelArtifact
-from mlaprep.service.auth import require_build_rights
+from mlaprep.service.auth import require
 from mlaprep.service.body import plain_name, read_json
 from mlaprep.service.builder import Built
 from mlaprep.service.parameters import flag, read_query
@@ -28,6 +28,7 @@ _INLINE = flag("inline", "put the cubin and its source into the reply, so that o
 
 @router.get(
     "/{arch}/{variant_id}",
+    dependencies=[require("read")],
     summary="A kernel that is built",
     response_model=KernelReply,
     response_model_exclude_none=True,
@@ -44,19 +45,19 @@ async def get_kernel(request: Request, arch: ArchPath, variant_id: VariantPath) 
 
 @router.put(
     "/{arch}/{variant_id}",
+    dependencies=[require("build")],
     summary="Get a kernel, compiling it if need be",
     response_model=KernelReply,
     response_model_exclude_none=True,
     responses={
         201: {"model": KernelReply, "description": "compiled for this request"},
-        **problems(401, 403, 410, 413, 415, 422, 429, 503, 504),
+        **problems(410, 413, 415, 422, 429, 503, 504),
     },
-    openapi_extra=query(_INLINE, requestBody=spec_body(), security=[{"token": []}, {}]),
+    openapi_extra=query(_INLINE, requestBody=spec_body()),
 )
 async def put_kernel(request: Request, arch: ArchPath, variant_id: VariantPath) -> Response:
     """Idempotent: whoever asks first has it compiled, all others wait for that, or find it built (200)."""
     service = service_of(request)
-    require_build_rights(request, service.settings)
     inline = read_query(request, _INLINE)["inline"]
     spec, target = service.parse_target(arch, variant_id)
     _require_same_spec(await read_json(request), spec)
@@ -74,6 +75,7 @@ async def put_kernel(request: Request, arch: ArchPath, variant_id: VariantPath) 
 
 @router.get(
     "/{arch}/{variant_id}/source",
+    dependencies=[require("read")],
     summary="The source a kernel was compiled from",
     response_class=Response,
     responses={
@@ -89,7 +91,6 @@ async def get_source(request: Request, arch: ArchPath, variant_id: VariantPath) 
     headers = {"etag": f'"{artifact.manifest.source_sha256}"', "cache-control": "no-cache"}
     if not_modified(request, artifact.manifest.source_sha256):
         return Response(status_code=304, headers=headers)
-    headers["x-content-type-options"] = "nosniff"
     return Response(artifact.source, headers=headers, media_type="text/plain; charset=utf-8")
 
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlaprep.service.auth import require
 from mlaprep.service.body import plain_name, read_json
 from mlaprep.service.catalog import Catalog, State, models_of
 from mlaprep.service.misses import MAX_COUNT, MISS_REASONS, ORDERS, Miss, Misses, MissReport, Order, Place
@@ -63,6 +64,7 @@ PARAMETERS: Final = (
 
 @router.get(
     "",
+    dependencies=[require("read")],
     summary="Kernels that workers asked for and lacked",
     response_model=MissesReply,
     responses=problems(422),
@@ -82,6 +84,7 @@ async def list_misses(request: Request) -> Response:
 
 @router.post(
     "",
+    dependencies=[require("read")],
     summary="Report kernels that were lacking",
     response_model=MissesRecordedReply,
     responses=problems(413, 415, 422),

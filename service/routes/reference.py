@@ -1,6 +1,8 @@
 """/docs: the OpenAPI document as a page. It loads nothing from anywhere and runs no script."""
 
+import base64
 import functools
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, Final
@@ -10,21 +12,39 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+from mlaprep.service.auth import require
 from mlaprep.service.parameters import read_query
+from mlaprep.service.state import json_response
 
 router = APIRouter()
 
 _PAGE: Final = "reference.html.j2"
-_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _MAX_DEPTH: Final = 8
 
 
-@router.get("/docs", include_in_schema=False, response_class=HTMLResponse)
+@router.get("/docs", dependencies=[require("read")], include_in_schema=False, response_class=HTMLResponse)
 async def docs(request: Request) -> Response:
     """For people; programs read /openapi.json."""
     read_query(request)
-    headers = {"cache-control": "no-cache", "content-security-policy": _POLICY, "x-content-type-options": "nosniff"}
-    return HTMLResponse(reference_page(request.app.openapi()), headers=headers)
+    page = reference_page(request.app.openapi())
+    return HTMLResponse(page, headers={"cache-control": "no-cache", "content-security-policy": _policy(page)})
+
+
+@router.get("/openapi.json", dependencies=[require("read")], include_in_schema=False)
+async def openapi(request: Request) -> Response:
+    """For programs; people read /docs."""
+    read_query(request)
+    return json_response(request.app.openapi())
+
+
+def _policy(page: str) -> str:
+    """A Content-Security-Policy that allows the page's own stylesheet, by its digest, and nothing else."""
+    style = page.partition("<style>")[2].partition("</style>")[0]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
 
 
 def reference_page(document: dict[str, Any]) -> str:

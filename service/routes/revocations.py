@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from mlaprep.kernels_cache.key import is_digest
 from mlaprep.kernels_cache.revocation import MAX_REASON, is_reason, revocations_digest
-from mlaprep.service.auth import require_build_rights
+from mlaprep.service.auth import require
 from mlaprep.service.parameters import QueryParameter, read_query
 from mlaprep.service.problems import ProblemError, invalid_fields
 from mlaprep.service.revoking import revoke
@@ -58,10 +58,11 @@ _BUILD: Final = QueryParameter(
 
 @router.delete(
     "/kernels/{arch}/{variant_id}",
+    dependencies=[require("admin")],
     summary="Revoke a kernel",
     response_model=RevokedReply,
-    responses=problems(401, 403, 404, 422, 503),
-    openapi_extra=query(_REASON, _BUILD, security=[{"token": []}, {}]),
+    responses=problems(404, 422, 503),
+    openapi_extra=query(_REASON, _BUILD),
 )
 async def delete_kernel(request: Request, arch: ArchPath, variant_id: VariantPath) -> Response:
     """Remove it, and never give it out or build it again under its key. Idempotent.
@@ -69,7 +70,7 @@ async def delete_kernel(request: Request, arch: ArchPath, variant_id: VariantPat
     Workers learn of it the next time they ask for kernels, and refuse what they hold on disk.
     """
     service = service_of(request)
-    _require_changes(request, service)
+    _require_changes(service)
     values = read_query(request, _REASON, _BUILD)
     spec, target = service.parse_target(arch, variant_id)
     revoked = await in_thread(revoke, service.builder, spec, target, values["reason"], values["key"])
@@ -80,6 +81,7 @@ async def delete_kernel(request: Request, arch: ArchPath, variant_id: VariantPat
 
 @router.get(
     "/revocations",
+    dependencies=[require("read")],
     summary="Kernels that are revoked",
     response_model=RevocationsReply,
     responses={304: {"description": "the caller has the list already"}, **problems(422)},
@@ -98,15 +100,16 @@ async def list_revocations(request: Request) -> Response:
 
 @router.delete(
     "/revocations/{key}",
+    dependencies=[require("admin")],
     summary="Lift a revocation",
     response_model=RevocationReply,
-    responses=problems(401, 403, 404, 422, 503),
-    openapi_extra=query(security=[{"token": []}, {}]),
+    responses=problems(404, 422, 503),
+    openapi_extra=query(),
 )
 async def delete_revocation(request: Request, key: KeyPath) -> Response:
     """Let the kernel of a key be built and used again. What was lifted is in the reply."""
     service = service_of(request)
-    _require_changes(request, service)
+    _require_changes(service)
     read_query(request)
     if not is_digest(key):
         raise invalid_fields([FieldProblem("key", "a string that is no key", _BUILD.allowed)])
@@ -116,8 +119,7 @@ async def delete_revocation(request: Request, key: KeyPath) -> Response:
     return json_response(lifted.to_dict())
 
 
-def _require_changes(request: Request, service: Service) -> None:
-    require_build_rights(request, service.settings)
+def _require_changes(service: Service) -> None:
     if service.settings.read_only:
         raise ProblemError(
             403, "building-disabled", "This service changes nothing", "It is read-only; ask one that builds."

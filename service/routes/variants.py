@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlaprep.service.auth import require
 from mlaprep.service.catalog import STATES, Catalog, Filter, Variant, VariantArch
 from mlaprep.service.parameters import QueryParameter, choice, integer, read_query
 from mlaprep.service.routes.documentation import VariantPath, problems, query
@@ -41,6 +42,7 @@ _PARAMETERS: Final = (
 
 @router.get(
     "",
+    dependencies=[require("read")],
     summary="Variants with their state on each architecture",
     response_model=VariantsReply,
     responses=problems(422),
@@ -66,6 +68,7 @@ async def list_variants(request: Request) -> Response:
 
 @router.get(
     "/{variant_id}",
+    dependencies=[require("read")],
     summary="One variant on every architecture",
     response_model=VariantReply,
     responses=problems(422),

@@ -4,6 +4,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlaprep.service.auth import require
 from mlaprep.service.errors import BuildError
 from mlaprep.service.parameters import read_query
 from mlaprep.service.routes.documentation import problems, query
@@ -17,7 +18,12 @@ router = APIRouter(prefix="/v1", tags=["vocabulary"])
 
 
 @router.get(
-    "/presets", summary="Known models", response_model=PresetsReply, responses=problems(422), openapi_extra=query()
+    "/presets",
+    dependencies=[require("read")],
+    summary="Known models",
+    response_model=PresetsReply,
+    responses=problems(422),
+    openapi_extra=query(),
 )
 async def list_presets(request: Request) -> Response:
     """Their shapes, and the default variant at each tensor-parallel degree."""
@@ -43,7 +49,12 @@ async def list_presets(request: Request) -> Response:
 
 
 @router.get(
-    "/archs", summary="Known architectures", response_model=ArchsReply, responses=problems(422), openapi_extra=query()
+    "/archs",
+    dependencies=[require("read")],
+    summary="Known architectures",
+    response_model=ArchsReply,
+    responses=problems(422),
+    openapi_extra=query(),
 )
 async def list_archs(request: Request) -> Response:
     """The allow-list, and which of it the compiler of this service builds."""

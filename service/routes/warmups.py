@@ -10,7 +10,7 @@ from fastapi import APIRouter, Path
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from mlaprep.service.auth import require_build_rights
+from mlaprep.service.auth import require
 from mlaprep.service.body import read_json
 from mlaprep.service.drain import Drain
 from mlaprep.service.errors import TooManyJobs
@@ -32,7 +32,6 @@ MAX_STREAMS: Final = 64
 _POLL_S: Final = 0.2
 _RETRY_AFTER_S: Final = 5
 
-_TOKEN: Final[dict[str, Any]] = {"security": [{"token": []}, {}]}
 JobPath = Annotated[
     str,
     Path(
@@ -45,14 +44,15 @@ JobPath = Annotated[
 
 @router.post(
     "",
+    dependencies=[require("build")],
     summary="Start a warm-up",
     response_model=WarmupReply,
     status_code=202,
     responses={
         200: {"model": WarmupReply, "description": "an equal plan is not finished yet: this is its job"},
-        **problems(401, 403, 413, 415, 422, 429),
+        **problems(413, 415, 422, 429),
     },
-    openapi_extra=query(requestBody=plan_body(MAX_ENTRIES, MAX_KERNELS), **_TOKEN),
+    openapi_extra=query(requestBody=plan_body(MAX_ENTRIES, MAX_KERNELS)),
 )
 async def start_warmup(request: Request) -> Response:
     """Builds every kernel of the plan that is not built, behind those that somebody waits for. A plan with a bad entry
@@ -68,7 +68,9 @@ async def start_warmup(request: Request) -> Response:
     return json_response(job.to_document(with_plan=True), 202 if new else 200)
 
 
-@router.get("", summary="Warm-up jobs", response_model=WarmupsReply, responses=problems(422))
+@router.get(
+    "", dependencies=[require("read")], summary="Warm-up jobs", response_model=WarmupsReply, responses=problems(422)
+)
 async def list_warmups(request: Request) -> Response:
     """Those of every process on the same cache, the latest first."""
     read_query(request)
@@ -77,7 +79,13 @@ async def list_warmups(request: Request) -> Response:
     return json_response({"warmups": [job.to_document() for job in jobs]})
 
 
-@router.get("/{job_id}", summary="One warm-up job", response_model=WarmupReply, responses=problems(404, 422))
+@router.get(
+    "/{job_id}",
+    dependencies=[require("read")],
+    summary="One warm-up job",
+    response_model=WarmupReply,
+    responses=problems(404, 422),
+)
 async def get_warmup(request: Request, job_id: JobPath) -> Response:
     """How far it is, and what could not be built."""
     read_query(request)
@@ -86,6 +94,7 @@ async def get_warmup(request: Request, job_id: JobPath) -> Response:
 
 @router.get(
     "/{job_id}/events",
+    dependencies=[require("read")],
     summary="A warm-up job as it goes on",
     response_class=Response,
     responses={
@@ -118,11 +127,12 @@ async def watch_warmup(request: Request, job_id: JobPath) -> Response:
 
 @router.post(
     "/{job_id}/resume",
+    dependencies=[require("build")],
     summary="Run a warm-up again",
     response_model=WarmupReply,
     status_code=202,
-    responses=problems(401, 403, 404, 409, 422, 429),
-    openapi_extra=query(**_TOKEN),
+    responses=problems(404, 409, 422, 429),
+    openapi_extra=query(),
 )
 async def resume_warmup(request: Request, job_id: JobPath) -> Response:
     """One that was interrupted, cancelled or failed in part goes through its plan again and builds what is left."""
@@ -139,16 +149,16 @@ async def resume_warmup(request: Request, job_id: JobPath) -> Response:
 
 @router.delete(
     "/{job_id}",
+    dependencies=[require("build")],
     summary="Cancel a warm-up",
     response_model=WarmupReply,
     status_code=202,
-    responses=problems(401, 403, 404, 422),
-    openapi_extra=query(**_TOKEN),
+    responses=problems(404, 422),
+    openapi_extra=query(),
 )
 async def cancel_warmup(request: Request, job_id: JobPath) -> Response:
     """Kernels that are being compiled are finished; what is built stays. One that is finished stays as it is."""
     service = service_of(request)
-    require_build_rights(request, service.settings)
     read_query(request)
     job = await find_job(service, job_id)
     if not job.finished:
@@ -193,7 +203,6 @@ def _plan(service: Service, body: Any) -> WarmupPlan:
 
 def _building(request: Request) -> Service:
     service = service_of(request)
-    require_build_rights(request, service.settings)
     if service.settings.read_only:
         raise ProblemError(
             403, "building-disabled", "This service builds nothing", "It is read-only; ask one that builds."

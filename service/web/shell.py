@@ -18,16 +18,7 @@ from mlaprep.service.web.pages import render_page
 from mlaprep.templates.errors import MlaprepError
 
 _EXPECTED: Final = (ProblemError, MlaprepError, BuildError, InspectError, StoreError, HTTPException)
-_POLICY: Final = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
-)
-_HEADERS: Final = {
-    "cache-control": "no-cache",
-    "content-security-policy": _POLICY,
-    "referrer-policy": "same-origin",
-    "x-content-type-options": "nosniff",
-}
+_HEADERS: Final = {"cache-control": "no-cache"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +47,7 @@ def page(request: Request, section: str, name: str, status: int = 200, **values:
         version=request.app.version,
         reasons=tuple(reasons_not_ready(service, draining=request.app.state.drain.began)),
         read_only=service.settings.read_only,
-        needs_token=service.settings.token is not None,
+        needs_token=service.access.takes_tokens,
     )
     return HTMLResponse(render_page(name, shell=shell, **values), status, _HEADERS)
 

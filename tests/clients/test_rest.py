@@ -82,6 +82,18 @@ class TestOneRoundTrip:
                 transport.fetch(spec, arch)
             assert caught.value.status == 404
 
+    def test_who_may_not_read_is_told_what_to_do(self, service: FakeService, spec: KernelSpec, arch: Arch) -> None:
+        asked = {
+            401: (problem(401, "invalid-token"), "token that was sent does not hold, look at MLAPREP_TOKEN"),
+            403: (problem(403, "insufficient-scope"), "ask whoever runs the service for a token that may"),
+        }
+        for status, (reply, told) in asked.items():
+            service.answer = lambda _, reply=reply: reply
+            with pytest.raises(ServiceRefused, match=f"{status}.*{told}") as caught:
+                service.transport(token="secret").fetch(spec, arch, build=False)
+            assert "secret" not in str(caught.value)
+            assert (caught.value.status, caught.value.problem) == (status, reply.json()["type"].rpartition(":")[2])
+
     def test_without_build_it_only_asks(self, service: FakeService, spec: KernelSpec, arch: Arch) -> None:
         service.answer = lambda request: problem(404, "not-built")
         with pytest.raises(ServiceRefused, match="404") as caught:

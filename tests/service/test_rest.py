@@ -441,8 +441,8 @@ TOKEN = {"authorization": "Bearer s3cret"}
 
 def test_with_a_token_building_asks_for_it(make_client: ClientMaker) -> None:
     client = make_client(host="0.0.0.0", token="s3cret")
+    problem(client.put(KERNEL), 401, "token-required")
     for headers in (
-        {},
         {"authorization": "Bearer wrong"},
         {"authorization": "Bearer s3cret2"},
         {"authorization": "Basic s3cret"},
@@ -451,7 +451,7 @@ def test_with_a_token_building_asks_for_it(make_client: ClientMaker) -> None:
         {"authorization": b"Bearer \xff\xfe"},
     ):
         reply = client.put(KERNEL, headers=headers)
-        problem(reply, 401, "token-required")
+        problem(reply, 401, "invalid-token")
         assert reply.headers["www-authenticate"].startswith("Bearer")
     assert client.service.builder.compiles == 0
     assert client.put(KERNEL, headers=TOKEN).status_code == 201
