@@ -184,7 +184,9 @@ def _variants_page(catalog: Catalog, values: dict[str, Any]) -> dict[str, Any]:
     )
     found = catalog.page(wanted, values["limit"] or _ROWS)
     cells = [cell for variant in found.variants for cell in variant.archs]
-    columns = {cell.arch for cell in cells} | (set(DEFAULT_ARCHS) if arch is None else {arch})
+    columns = {cell.arch for cell in cells}
+    if arch is None and wanted.state is None:
+        columns |= set(DEFAULT_ARCHS)
     archs = [str(known) for known in ARCHS if known in columns]
     return {
         "page": found,

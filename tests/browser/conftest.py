@@ -1,4 +1,4 @@
-"""One service and one browser for all of these tests, and screenshots of what they see.
+"""One service and one browser for the tests of a module, and screenshots of what they see.
 
 The service has a compiler; its cache holds one model's kernels and it knows of some misses. Screenshots go to
 ``.screenshots/`` in the repository, which git ignores: people look at them, no test does.
@@ -21,7 +21,7 @@ TAGS = ("wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice")
 PageMaker = Callable[..., Page]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with running_server(tmp_path_factory.mktemp("browser"), MLAPREP_COMPILE_PROCESSES="1") as server:
         with httpx.Client(base_url=server.url, timeout=60) as http:
@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def broken_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A service whose compile processes find no CuPy, with a token."""
     child = "import sys; sys.modules['cupy'] = None; from mlaprep.service.compile_child import main; main(sys.argv[1:])"
@@ -51,14 +51,16 @@ def broken_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="session")
+# While it is open the thread has an event loop that runs, in which no other test could have one of its own.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     program = shutil.which("chromium")
     if program is None:
         pytest.skip("needs chromium")
     with sync_playwright() as playwright:
-        # The sandbox cannot be had as root, which CI is; every page is our own.
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        # The sandbox cannot be had as root, which CI is, and a container's shared memory is small; every page is ours.
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+        browser = playwright.chromium.launch(executable_path=program, args=arguments)
         yield browser
         browser.close()
 

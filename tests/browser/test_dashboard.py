@@ -78,6 +78,17 @@ def test_reading_needs_no_script(open_page: Callable[..., Page]) -> None:
     expect(page.locator("#theme")).to_be_hidden()
 
 
+def test_every_page_reads_without_script(open_page: Callable[..., Page], server: Server) -> None:
+    page = open_page("/", java_script_enabled=False)
+    for path in PAGES.values():
+        page.goto(server.url + path)
+        expect(page.get_by_role("heading", level=1)).to_be_visible()
+        expect(page.get_by_role("navigation", name="Dashboard")).to_be_visible()
+        assert page.locator(".needs-script:visible").count() == 0
+    page.goto(f"{server.url}/warmups")
+    expect(page.get_by_text("Without JavaScript, start it from a terminal")).to_be_visible()
+
+
 def test_a_keyboard_is_enough(open_page: Callable[..., Page]) -> None:
     page = open_page("/")
     page.keyboard.press("Tab")
