@@ -38,14 +38,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def broken_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A service whose compile processes find no CuPy, with a token."""
+    """A service whose compile processes find no CuPy, and that asks for a token for everything."""
     child = "import sys; sys.modules['cupy'] = None; from mlaprep.service.compile_child import main; main(sys.argv[1:])"
     patch = (
         "import sys\nfrom mlaprep.service.compiler import Compiler\n"
         f"Compiler.__init__.__kwdefaults__['command'] = [sys.executable, '-c', {child!r}]\n"
     )
     folder = tmp_path_factory.mktemp("broken")
-    with running_server(folder, code=patch + SERVE, wait=False, MLAPREP_TOKEN=TOKEN) as server:
+    settings = {"MLAPREP_TOKEN": TOKEN, "MLAPREP_READS_NEED_TOKEN": "on"}
+    with running_server(folder, code=patch + SERVE, wait=False, **settings) as server:
         with httpx.Client(base_url=server.url) as http:
             wait_for(lambda: http.get("/readyz").json()["compiler"]["status"] == "unavailable", 30)
         yield server
