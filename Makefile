@@ -3,6 +3,7 @@
 # make serve   the service on 127.0.0.1:8400                            make bench   the kernel on this machine's GPU
 # make test-sglang    the hook on sglang's real backends, in an environment of their own
 # make kernel-check   what a change to a template does to bytes, registers and machine code, in seconds
+# make check-deploy   the manifests against Kubernetes' schemas            make prove-image   the image, built and tried
 #
 # PYTHON names the interpreter to start from, VENV where the environment goes, ARGS what is passed on.
 
@@ -22,10 +23,10 @@ inputs := $(shell cat pyproject.toml requirements.lock clients/_layouts.c | sha2
 runtime := $(VENV)/.runtime-$(inputs)
 develop := $(VENV)/.develop-$(inputs)
 
-.PHONY: help setup setup-dev demo test test-sglang check kernel-check serve bench docs templates lock clean
+.PHONY: help setup setup-dev demo test test-sglang check kernel-check check-deploy prove-image serve bench docs templates lock clean
 
 help:
-	@sed -n '1,7s/^# \{0,1\}//p' Makefile
+	@sed -n '1,8s/^# \{0,1\}//p' Makefile
 
 $(bin)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("mlaprep needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; pass PYTHON=…" if sys.version_info < (3, 11) else 0)'
@@ -83,6 +84,18 @@ test-sglang: $(sglang)/.made
 kernel-check: $(develop)
 	@PYTHONPATH=tests $(bin)/python -m sass.kernel_check $(ARGS)
 
+# The manifests against Kubernetes' own schemas, which are 70 MB: in an environment of their own.
+.deploy/bin/python:
+	@$(PYTHON) -m venv .deploy
+	@.deploy/bin/python -m pip install -qq --disable-pip-version-check kubernetes-validate==1.37.0 pyyaml
+
+check-deploy: .deploy/bin/python
+	@.deploy/bin/python deploy/check_manifests.py
+
+# The image from the Dockerfile without a registry, and the service started from it. As root; minutes.
+prove-image:
+	@deploy/prove_image.sh $(ARGS)
+
 bench: $(develop)
 	@$(bin)/python benchmarks/bench_prepare.py $(ARGS)
 
@@ -98,4 +111,4 @@ lock: | $(bin)/python
 	@$(bin)/python deploy/lock.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .deploy build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -125,6 +125,17 @@ def test_misses_and_private_artifacts_are_not_kept(run_nginx: ProxyMaker) -> Non
     assert [reply.text for reply in got] == ["", "a", "b", "c", "c"]
 
 
+def test_what_a_token_fetched_is_not_handed_to_a_stranger(run_service: ServerMaker, run_nginx: ProxyMaker) -> None:
+    with (
+        run_service(MLAPREP_READS_NEED_TOKEN="on") as server,
+        run_nginx(f"127.0.0.1:{server.port}") as proxy,
+        proxy.client() as http,
+    ):
+        path = f"/v1/artifacts/{build(http)}"
+        answers = [http.get(path, headers=headers).status_code for headers in (AUTHORIZED, {}, AUTHORIZED, {})]
+        assert answers == [200, 401, 200, 401]
+
+
 def test_events_of_a_warm_up_pass_as_they_come(run_service: ServerMaker, run_nginx: ProxyMaker) -> None:
     plan = {"kernels": [{"spec": {"num_heads": heads}} for heads in (3, 5, 7, 9)], "arch": ["sm_90a"]}
     with (
@@ -220,7 +231,7 @@ def test_no_request_fails_while_a_replica_is_replaced(run_service: ServerMaker, 
     with (
         run_service() as old,
         run_service() as other,
-        run_nginx(f"127.0.0.1:{old.port}", f"127.0.0.1:{other.port}") as proxy,
+        run_nginx(f"127.0.0.1:{old.port}", f"127.0.0.1:{other.port}", **{"rate=50r/s": "rate=9999r/s"}) as proxy,
         proxy.client() as http,
     ):
         build(http)
