@@ -10,7 +10,17 @@ from typing import Annotated, Final
 import typer
 from rich.text import Text
 
-from mlaprep.clients import cli_bundle, cli_cache, cli_kernels, cli_keys, cli_misses, cli_revoke, cli_token, cli_warmup
+from mlaprep.clients import (
+    cli_bundle,
+    cli_cache,
+    cli_config,
+    cli_kernels,
+    cli_keys,
+    cli_misses,
+    cli_revoke,
+    cli_token,
+    cli_warmup,
+)
 from mlaprep.clients.building import Obtained
 from mlaprep.clients.cli_inspect import Against, Resources, Sass, Save, View
 from mlaprep.clients.cli_kernels import bring, look, report
@@ -131,6 +141,7 @@ app.command("misses")(cli_misses.misses)
 app.command("revoke")(cli_revoke.revoke)
 app.command("revocations")(cli_revoke.revocations)
 app.command("warmup")(cli_warmup.warmup)
+app.command("config")(cli_config.config)
 app.add_typer(cli_keys.app, name="keys")
 app.add_typer(cli_token.app, name="token")
 app.add_typer(cli_bundle.app, name="bundle")
@@ -151,12 +162,13 @@ def serve(
         typer.Option("--token", help="Token of every scope. Prefer MLAPREP_TOKENS_FILE: command lines are public."),
     ] = None,
     cache_dir: CacheDir = None,
+    config: cli_config.ConfigOption = None,
     port_file: Annotated[
         Path | None, typer.Option("--port-file", dir_okay=False, help="Write the port here once the service listens.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Serve kernels over HTTP until SIGTERM or Ctrl-C. Settings come from the environment, options win."""
+    """Serve kernels over HTTP until SIGTERM or Ctrl-C. Options win over the environment, that over the file."""
     try:
         from mlaprep.service.server import serve as run_service
         from mlaprep.service.settings import read_settings
@@ -166,6 +178,7 @@ def serve(
         raise KernelUnavailable(
             f"cannot serve: {error.name} is not installed; install mlaprep[service,cuda12]"
         ) from None
+    cli_config.use_config(config)
     options = {"host": host, "port": port, "token": token, "cache_dir": cache_dir}
     settings = read_settings({name: value for name, value in options.items() if value is not None})
 

@@ -1,4 +1,4 @@
-"""Settings of the service, from environment variables that start with ``MLAPREP_``."""
+"""Settings of the service: environment variables that start with ``MLAPREP_``, over a file, over defaults."""
 
 import ipaddress
 import os
@@ -9,12 +9,13 @@ from typing import Any, Final, Self
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from mlaprep.kernels_cache.disk import DISK_BYTES
 from mlaprep.kernels_cache.store import MEMORY_BYTES
 from mlaprep.service.builder import NEGATIVE_TTL_S
 from mlaprep.service.compiler import DEFAULT_MEMORY_BYTES, DEFAULT_QUEUE_LIMIT, DEFAULT_TIMEOUT_S
+from mlaprep.service.config_file import VARIABLE, ConfigFile
 from mlaprep.templates.environment import SWITCH_WORDS, parse_switch
 from mlaprep.templates.errors import FieldProblem, SpecError
 
@@ -113,11 +114,30 @@ class Settings(BaseSettings):
         default=None, description="file of the private key that signs every manifest served; mode 0600, never empty"
     )
 
-    @field_validator("token", "tokens_file", "cache_dir", mode="before")
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Options, environment, file; no ``.env`` and no directory of secrets, which nobody asked for."""
+        return init_settings, env_settings, ConfigFile(settings_cls)
+
+    @field_validator("token", "cache_dir", mode="before")
     @classmethod
     def _none_where_empty(cls, value: Any) -> Any:
         """An empty variable is how a compose file says "none"."""
         return None if value == "" else value
+
+    @field_validator("signing_key", "tokens_file", mode="before")
+    @classmethod
+    def _never_empty(cls, value: Any) -> Any:
+        if value == "":
+            raise ValueError("an empty name")
+        return value
 
     @field_validator("read_only", "reads_need_token", "access_log", "refuse_spills", mode="before")
     @classmethod
@@ -185,10 +205,10 @@ def is_loopback(host: str) -> bool:
 
 
 def read_settings(options: Mapping[str, Any] | None = None) -> Settings:
-    """Settings from command line options, by field name, and from the environment for all others.
+    """Settings from command line options, by field name, and from environment and file for all others.
 
     Raises:
-        SpecError: every setting at fault, by the name of its option or variable; no value is repeated.
+        SpecError: every setting at fault, by the name of its option, its variable or in the file; no value is repeated.
     """
     given = dict(options or {})
     for name in _NEVER_EMPTY:
@@ -198,12 +218,18 @@ def read_settings(options: Mapping[str, Any] | None = None) -> Settings:
         return Settings(**given)
     except ValidationError as error:
         faults = error.errors(include_input=False, include_url=False)
-    raise SpecError([_problem(fault, given) for fault in faults])
+    in_environment = EnvSettingsSource(Settings)()
+    raise SpecError([_problem(fault, given, in_environment) for fault in faults])
 
 
-def _problem(fault: Mapping[str, Any], options: Mapping[str, Any]) -> FieldProblem:
+def _problem(fault: Mapping[str, Any], options: Mapping[str, Any], environment: Mapping[str, Any]) -> FieldProblem:
     name = str(fault["loc"][0] if fault["loc"] else fault["ctx"]["setting"])
-    shown = f"--{name.replace('_', '-')}" if name in options else f"MLAPREP_{name.upper()}"
+    if name in options:
+        shown = f"--{name.replace('_', '-')}"
+    elif name not in environment and name in ConfigFile(Settings)():
+        shown = f"{name} in {VARIABLE}"
+    else:
+        shown = f"MLAPREP_{name.upper()}"
     kind = str(fault["type"])
     if kind == "together":
         found = "an address that others can reach, and no token" if name == "host" else "on, and no token"
