@@ -93,6 +93,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "import_ms": spread([run["import_ms"] for run in runs]),
         "import_client_ms": spread([run["import_client_ms"] for run in runs]),
+        "client_ms": spread([run["client_ms"] for run in runs]),
         "cold_ms": spread([run["ready_ms"] for run in cold]),
         "disk_ms": spread([run["ready_ms"] for run in disk]),
         "disk_next_ms": spread([run["next_ms"] for run in disk]),

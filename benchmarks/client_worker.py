@@ -38,7 +38,9 @@ def main(cache: str, variant_id: str, arch: str, device: str, url: str | None = 
         torch.zeros(1, device=torch.device("cuda", int(device)))  # a worker has its context before its kernels
         place = {"devices": int(device)}
     store = DiskStore(default_cache_dir({"MLAPREP_CACHE_DIR": cache}))
+    start = time.perf_counter()
     with KernelClient(url, store=store, offline=url is None, on_miss="error") as client:
+        made_ms = (time.perf_counter() - start) * 1e3
         start = time.perf_counter()
         report = client.ensure_ready(spec, strict=True, **place)
         ready = time.perf_counter()
@@ -50,6 +52,7 @@ def main(cache: str, variant_id: str, arch: str, device: str, url: str | None = 
             "again_tier": again.kernels[0].tier,
             "import_ms": (imported - began) * 1e3,
             "import_client_ms": (client_imported - began) * 1e3,
+            "client_ms": made_ms,
             "ready_ms": (ready - start) * 1e3,
             "load_ms": stats.loads.total_ms if stats.loads.count else None,
             "again_us": (end - ready) * 1e6,

@@ -29,6 +29,7 @@ from mlaprep.templates.arch import Arch
 from mlaprep.templates.environment import read_count, read_switch
 from mlaprep.templates.errors import FieldProblem, SpecError
 from mlaprep.templates.fields import describe
+from mlaprep.templates.render import read_templates
 from mlaprep.templates.spec import KernelSpec
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ class KernelClient:
         )
 
     def _configure(self, configuration: Configuration) -> None:
+        read_templates()  # not while a worker waits for its first kernel
         self._configuration = given = configuration
         self.on_miss: OnMiss = given.on_miss
         self.on_cold_capture: OnColdCapture = given.on_cold_capture

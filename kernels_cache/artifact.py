@@ -78,6 +78,9 @@ class Manifest:
     """UTC, RFC 3339, e.g. ``2026-01-31T12:00:00Z``."""
     signature: str | None = None
     """Who vouches for all of the above; see :mod:`mlaprep.kernels_cache.signing`."""
+    spec_json: str = field(init=False, repr=False, compare=False)
+    """Canonical JSON of ``spec``; no member of the JSON text, and neither is the next."""
+    launch_json: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if type(self.schema) is not int or self.schema != SCHEMA:
@@ -102,7 +105,9 @@ class Manifest:
         _require("options", all(_matches(_OPTION, option) for option in self.options))
         _require("options", sum(map(len, self.options)) <= _MAX_PART_BYTES // 4)
         for name in ("spec", "launch"):
-            object.__setattr__(self, name, _json_object(name, getattr(self, name)))
+            value, text = _json_object(name, getattr(self, name))
+            object.__setattr__(self, name, value)
+            object.__setattr__(self, f"{name}_json", text)
         object.__setattr__(self, "options", tuple(self.options))
         object.__setattr__(self, "compile_ms", float(self.compile_ms))
 
@@ -117,7 +122,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """Canonical JSON text, one line, with a digest of itself so that a flipped bit shows."""
-        return write_json(self._members() | {SEAL: self._seal()})
+        return self._json(f'"{SEAL}":"{self._seal()}",')
 
     def unsigned_json(self) -> str:
         """Canonical JSON of every member but the signature: what a signature covers."""
@@ -141,10 +146,9 @@ class Manifest:
             raise ArtifactError("manifest", "a manifest that is not a JSON object")
         members = dict(document)
         seal = members.pop(SEAL, None)
-        known = {item.name for item in fields(cls)}
-        if not known.issuperset(members):
+        if not _MEMBERS.issuperset(members):
             raise ArtifactError("manifest", "a manifest with a member that this release does not know")
-        missing = sorted(known.difference(members, ("schema", "signature")))
+        missing = sorted(_MEMBERS.difference(members, ("schema", "signature")))
         if missing or "schema" not in members:
             raise ArtifactError("manifest", f"a manifest without {', '.join(missing or ['schema'])}")
         manifest = cls(**members)
@@ -172,10 +176,24 @@ class Manifest:
         return manifest
 
     def _members(self) -> dict[str, Any]:
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: getattr(self, name) for name in _NAMES}
 
     def _seal(self) -> str:
-        return _sha256(write_json(self._members()).encode())
+        return _sha256(self._json("").encode())
+
+    def _json(self, seal: str) -> str:
+        """Canonical JSON of every member, with ``seal`` where its name belongs."""
+        first, middle, last = (write_json({name: getattr(self, name) for name in names})[1:-1] for names in _BETWEEN)
+        return f'{{{first},"launch":{self.launch_json},{seal}{middle},"spec":{self.spec_json},{last}}}'
+
+
+_NAMES: Final = tuple(sorted(item.name for item in fields(Manifest) if item.init))
+_BETWEEN: Final = (
+    [name for name in _NAMES if name < "launch"],
+    [name for name in _NAMES if "launch" < name < "spec"],
+    [name for name in _NAMES if name > "spec"],
+)
+_MEMBERS: Final = frozenset(_NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +238,7 @@ class KernelArtifact:
             raise ArtifactError("wrong-key", f"asked for key {key!r:.66}, found {manifest.key}")
         if arch is not None and manifest.arch != arch:
             raise ArtifactError("wrong-arch", f"asked for {arch!r:.18}, found {manifest.arch}")
-        if spec is not None and canonical_json(spec) != write_json(manifest.spec):
+        if spec is not None and canonical_json(spec) != manifest.spec_json:
             raise ArtifactError("wrong-spec", f"asked for another spec than that of {manifest.variant_id}")
         if not self._proved:
             self._prove()
@@ -277,14 +295,14 @@ def _is_time(text: str) -> bool:
     return True
 
 
-def _json_object(name: str, value: object) -> Any:
-    """A private, read-only copy that the manifest's own JSON text can carry."""
+def _json_object(name: str, value: object) -> tuple[Any, str]:
+    """A private, read-only copy that the manifest's own JSON text can carry, and its text."""
     _require(name, isinstance(value, Mapping))
     try:
         copy = json_value(value)
         text = write_json(copy)
         _require(name, len(text) <= _MAX_PART_BYTES and text.count("{") + text.count("[") <= _MAX_PART_BRACKETS)
-        return _frozen(copy)
+        return _frozen(copy), text
     except (TypeError, ValueError, RecursionError):
         raise ArtifactError("manifest", f"a manifest whose {name} holds what JSON cannot, or too much") from None
 

@@ -10,7 +10,7 @@ import hashlib
 import os
 import traceback
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Final
 
 import jinja2
@@ -20,7 +20,7 @@ from mlaprep.templates.arch import Arch
 from mlaprep.templates.errors import FieldProblem, SpecError, TemplateError
 from mlaprep.templates.fields import DYNAMIC, STRIDE_FIELDS, TILE
 from mlaprep.templates.signature import kernel_parameters
-from mlaprep.templates.spec import KernelSpec
+from mlaprep.templates.spec import FIELDS, KernelSpec
 
 ENTRY: Final = "mla_prepare"
 """Name of the kernel in every source and cubin."""
@@ -118,6 +118,14 @@ def _template_files() -> Mapping[str, str]:
     return texts
 
 
+def read_templates() -> None:
+    """Do what every rendering needs and only the first one of a process does: half a millisecond."""
+    environment = _compiled_environment()
+    if environment is not None:
+        for name in compiled.TEMPLATES:
+            environment.get_template(name)
+
+
 def new_environment(loader: jinja2.BaseLoader) -> jinja2.Environment:
     """What the templates are written for, with templates from ``loader``."""
     return jinja2.Environment(
@@ -210,7 +218,7 @@ def _context(spec: KernelSpec) -> dict[str, Any]:
         (pointers.get(p.name, "const Element*") if p.type == "pointer" else c_types[p.type], p.name)
         for p in kernel_parameters(spec)
     ]
-    shown = ", ".join(f"{f.name} {_spell(getattr(spec, f.name))}" for f in fields(spec))
+    shown = ", ".join(f"{name} {_spell(getattr(spec, name))}" for name in FIELDS)
     return {
         "spec": spec,
         "shown": shown,

@@ -108,7 +108,7 @@ class KernelSpec(_HashedOnce):
 
     def __post_init__(self) -> None:
         self._fill_defaults()
-        problems = [problem for field in fields(self) for problem in self._check_field(field.name)]
+        problems = [problem for name in FIELDS for problem in self._check_field(name)]
         if problems:
             raise SpecError(problems)
         self._settle_derived()
@@ -121,7 +121,7 @@ class KernelSpec(_HashedOnce):
         try:
             return self._hash
         except AttributeError:
-            object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
+            object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in FIELDS)))
             return self._hash
 
     @property
@@ -198,7 +198,7 @@ class KernelSpec(_HashedOnce):
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, JSON types only; :meth:`from_dict` reads it back."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: getattr(self, name) for name in FIELDS}
 
     @classmethod
     def from_dict(cls, document: object) -> Self:
@@ -209,10 +209,9 @@ class KernelSpec(_HashedOnce):
         """
         if not isinstance(document, Mapping):
             raise SpecError(FieldProblem("spec", describe(document), "an object of kernel spec fields"))
-        known = {field.name for field in fields(cls)}
-        unknown = [key for key in document if key not in known]
+        unknown = [key for key in document if key not in FIELDS]
         if unknown:
-            names = ", ".join(sorted(known))
+            names = ", ".join(sorted(FIELDS))
             shown = [
                 key if isinstance(key, str) and _PLAIN_NAME.fullmatch(key) else "(unprintable name)"
                 for key in unknown[:8]
@@ -339,6 +338,8 @@ class KernelSpec(_HashedOnce):
         return self.elements_per_thread if self.load_bytes == 32 else two_bytes
 
 
+FIELDS: Final = tuple(field.name for field in fields(KernelSpec))
+"""Names of a spec's fields, in their order."""
 _DERIVED: Final = (
     "query_dtype",
     "tile_scale",
