@@ -273,6 +273,18 @@ def test_request_ids_pass_both_ways(run_service: ServerMaker, run_nginx: ProxyMa
         assert lines[0]["status"] == 200
 
 
+def test_pages_name_the_address_that_people_see(run_service: ServerMaker, run_nginx: ProxyMaker) -> None:
+    with (
+        run_service(MLAPREP_TRUSTED_PROXIES="127.0.0.1") as server,
+        run_nginx(f"127.0.0.1:{server.port}") as proxy,
+        proxy.client() as http,
+    ):
+        page = http.get("/warmups")
+        assert page.status_code == 200
+        assert f"https://127.0.0.1:{proxy.port}" in page.text
+        assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
+
+
 def access_log(proxy: Proxy, request_id: str) -> list[dict[str, object]]:
     lines = [json.loads(line) for line in (proxy.folder / "access.log").read_text().splitlines()]
     return [line for line in lines if line["request_id"] == request_id]
