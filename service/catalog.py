@@ -2,6 +2,7 @@
 
 import bisect
 import functools
+import heapq
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -18,6 +19,10 @@ from mlaprep.templates.spec import KernelSpec
 
 State = Literal["built", "building", "failed", "missing"]
 STATES: Final[tuple[State, ...]] = get_args(State)
+
+Sort = Literal["shape", "size", "registers", "hits", "last_use"]
+"""What a listing starts with: small shapes, or the largest figure that a variant has on any architecture shown."""
+SORTS: Final[tuple[Sort, ...]] = get_args(Sort)
 
 _SNAPSHOT_S: Final = 1.0
 
@@ -53,7 +58,7 @@ class Filter:
     layout: str | None = None
     state: State | None = None
     after: KernelSpec | None = None
-    """Variants that stand behind this one."""
+    """Variants that stand behind this one, in the order of the listing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,29 @@ class _View:
             return "building"
         return "failed" if target in self._failures else "missing"
 
+    def matching_archs(self, spec: KernelSpec, wanted: Filter) -> Set[Arch]:
+        """The architectures of a variant that a listing shows."""
+        archs = self.archs(spec) if wanted.arch is None else self.archs(spec) & {wanted.arch}
+        if wanted.state is None:
+            return archs
+        return {arch for arch in archs if self.state((spec, arch)) == wanted.state}
+
+    def matching(
+        self, ordered: Iterable[tuple[Order, KernelSpec]], wanted: Filter
+    ) -> Iterator[tuple[KernelSpec, Set[Arch]]]:
+        """Variants that match, with the architectures that do."""
+        for _, spec in ordered:
+            if _matches(spec, wanted) and (archs := self.matching_archs(spec, wanted)):
+                yield spec, archs
+
+    def figure(self, sort: Sort, spec: KernelSpec, archs: Iterable[Arch]) -> float:
+        """What a listing is sorted by: the largest on any of these architectures, 0 where there is none."""
+        if sort in ("hits", "last_use"):
+            uses = [use for arch in archs if (use := self._builder.use(spec, arch)) is not None]
+            return max((use.count if sort == "hits" else use.last for use in uses), default=0)
+        built = [self.snapshot.manifests[spec, arch] for arch in archs if (spec, arch) in self.snapshot.manifests]
+        return max((each.cubin_size if sort == "size" else each.registers for each in built), default=0)
+
     def describe(self, spec: KernelSpec, archs: Iterable[Arch]) -> Variant:
         rows = tuple(
             VariantArch(
@@ -143,25 +171,34 @@ class Catalog:
         self._served: dict[str, Target | None] = {}
         """By key of an entry: what it is given out for, if for anything."""
 
-    def page(self, wanted: Filter, limit: int) -> Page:
+    def page(self, wanted: Filter, limit: int, sort: Sort = "shape") -> Page:
         """The first variants that match, in order. What another process built shows within seconds."""
         view = self._view()
-        after = order_of(wanted.after) if wanted.after else None
+        ordered = view.ordered()
+        if sort != "shape":
+            return self._sorted_page(view, wanted, limit, sort)
+        start = 0 if wanted.after is None else bisect.bisect_right(ordered, order_of(wanted.after), key=_first)
         page: list[Variant] = []
         total = 0
-        ordered = view.ordered()
-        start = 0 if after is None else bisect.bisect_right(ordered, after, key=_first)
-        for _, spec in ordered[start:]:
-            if not _matches(spec, wanted):
-                continue
-            archs = view.archs(spec) if wanted.arch is None else view.archs(spec) & {wanted.arch}
-            if wanted.state is not None:
-                archs = {arch for arch in archs if view.state((spec, arch)) == wanted.state}
-            if archs:
-                total += 1
-                if len(page) < limit:
-                    page.append(view.describe(spec, archs))
+        for spec, archs in view.matching(ordered[start:], wanted):
+            total += 1
+            if len(page) < limit:
+                page.append(view.describe(spec, archs))
         return Page(tuple(page), total)
+
+    @staticmethod
+    def _sorted_page(view: _View, wanted: Filter, limit: int, sort: Sort) -> Page:
+        """As :meth:`page`, the largest figures first. A figure that changes between two pages moves its variant."""
+
+        def place(spec: KernelSpec, archs: Iterable[Arch]) -> tuple[float, Order]:
+            return -view.figure(sort, spec, archs), order_of(spec)
+
+        found = [(place(spec, archs), spec, archs) for spec, archs in view.matching(view.ordered(), wanted)]
+        if wanted.after is not None:
+            last = place(wanted.after, view.matching_archs(wanted.after, wanted))
+            found = [entry for entry in found if entry[0] > last]
+        first = heapq.nsmallest(limit, found, key=lambda entry: entry[0])
+        return Page(tuple(view.describe(spec, archs) for _, spec, archs in first), len(found))
 
     def variant(self, spec: KernelSpec, archs: Iterable[Arch]) -> Variant:
         """One variant on each of these architectures that can run it, and on those it is built for."""

@@ -9,7 +9,7 @@ from starlette.responses import RedirectResponse, Response
 
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.service.auth import open_to_all, require
-from mlaprep.service.catalog import STATES, Catalog, Filter, Variant, VariantArch, models_of
+from mlaprep.service.catalog import SORTS, STATES, Catalog, Filter, Variant, VariantArch, models_of
 from mlaprep.service.errors import InspectError
 from mlaprep.service.job_store import MAX_JOBS
 from mlaprep.service.parameters import QueryParameter, choice, integer, read_query
@@ -38,6 +38,7 @@ _VARIANTS: Final = (
     choice("state", STATES, "architectures in this state only"),
     choice("layout", LAYOUTS, "this cache layout only"),
     integer("num_heads", 1, 256, "this many query heads on a rank only"),
+    choice("sort", SORTS, "small shapes first, or the largest figure"),
     integer("limit", 1, 500, "variants on a page"),
     QueryParameter("cursor", {}, "where the page starts", "a variant id", parse_variant_id),
 )
@@ -68,6 +69,7 @@ async def show_variants(request: Request) -> Response:
         known_archs=tuple(map(str, service.known_archs())),
         states=STATES,
         layouts=LAYOUTS,
+        sorts=SORTS,
         **found,
     )
 
@@ -182,7 +184,7 @@ def _variants_page(catalog: Catalog, values: dict[str, Any]) -> dict[str, Any]:
         state=values["state"],
         after=values["cursor"],
     )
-    found = catalog.page(wanted, values["limit"] or _ROWS)
+    found = catalog.page(wanted, values["limit"] or _ROWS, values["sort"] or "shape")
     cells = [cell for variant in found.variants for cell in variant.archs]
     columns = {cell.arch for cell in cells}
     if arch is None and wanted.state is None:

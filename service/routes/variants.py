@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlaprep.service.auth import require
-from mlaprep.service.catalog import STATES, Catalog, Filter, Variant, VariantArch
+from mlaprep.service.catalog import SORTS, STATES, Catalog, Filter, Sort, Variant, VariantArch
 from mlaprep.service.parameters import QueryParameter, choice, integer, read_query
 from mlaprep.service.routes.documentation import VariantPath, problems, query
 from mlaprep.service.schemas import ARCH, VARIANT_ID, VariantReply, VariantsReply
@@ -24,7 +24,7 @@ LAYOUTS: Final = tuple(spec_json_schema()["properties"]["layout"]["anyOf"][0]["e
 _CURSOR: Final = QueryParameter(
     "cursor",
     {"type": "string", "maxLength": 400, "pattern": "^mla_prepare(-[a-z0-9]+)+$"},
-    "next_cursor of the page before",
+    "next_cursor of the page before, with the same filters and sort",
     "next_cursor of the page before, a variant id",
     parse_variant_id,
     example=VARIANT_ID,
@@ -35,6 +35,7 @@ _PARAMETERS: Final = (
     integer("num_heads", 1, 256, "this many query heads on a rank only", example=12),
     choice("layout", LAYOUTS, "this cache layout only", "fp8"),
     choice("state", STATES, "architectures in this state only", "built"),
+    choice("sort", SORTS, "small shapes first (default), or the largest figure on any architecture shown", "hits"),
     integer("limit", 1, 500, "variants on a page", default=100, example=20),
     _CURSOR,
 )
@@ -63,7 +64,9 @@ async def list_variants(request: Request) -> Response:
         after=values["cursor"],
     )
     service = service_of(request)
-    return json_response(await in_thread(_page, service.catalog, wanted, values["limit"], limiter=service.reading))
+    sort: Sort = values["sort"] or "shape"
+    page = await in_thread(_page, service.catalog, wanted, values["limit"], sort, limiter=service.reading)
+    return json_response(page)
 
 
 @router.get(
@@ -83,8 +86,8 @@ async def get_variant(request: Request, variant_id: VariantPath) -> Response:
     return json_response(_variant(variant))
 
 
-def _page(catalog: Catalog, wanted: Filter, limit: int) -> dict[str, Any]:
-    page = catalog.page(wanted, limit)
+def _page(catalog: Catalog, wanted: Filter, limit: int, sort: Sort) -> dict[str, Any]:
+    page = catalog.page(wanted, limit, sort)
     more = page.total > len(page.variants)
     return {
         "variants": [_variant(variant) for variant in page.variants],

@@ -47,8 +47,10 @@ function switchTheme() {
 // A form's URL says what was chosen, and nothing of what was not.
 function bindFilters(form) {
   form.addEventListener("change", (event) => { if (event.target.matches("select")) form.requestSubmit(); });
-  form.addEventListener("formdata", (event) => {
-    for (const [name, value] of [...event.formData]) if (!value) event.formData.delete(name);
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    const chosen = new URLSearchParams([...new FormData(form)].filter(([, value]) => value));
+    location.assign(form.getAttribute("action") + (chosen.size ? "?" + chosen : ""));
   });
 }
 

@@ -58,6 +58,16 @@ def test_filters_make_the_url_and_the_url_makes_the_page(open_page: Callable[...
     expect(again.get_by_role("status")).to_have_text(re.compile(r"^\d+ variants$"))
 
 
+def test_a_sort_is_in_the_url_too(open_page: Callable[..., Page]) -> None:
+    page = open_page("/")
+    page.get_by_label("Order").select_option("most hits first")
+    page.wait_for_url("**/?sort=hits")
+    expect(page.locator("tbody th a").first).to_have_text(SHORT)
+    page.get_by_label("Order").select_option("by shape")
+    page.wait_for_url("**/")
+    expect(page.locator("tbody th a").first).to_contain_text("h1-")
+
+
 def test_pages_follow_one_another(open_page: Callable[..., Page]) -> None:
     page = open_page("/?model=kimi-k3&limit=2")
     seen = page.locator("tbody th a").all_inner_texts()

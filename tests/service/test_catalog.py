@@ -1,5 +1,6 @@
 """The catalog: one look at the store for all who ask, and none of them holds up the service."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from mlaprep.kernels_cache.artifact import Manifest
 from mlaprep.kernels_cache.store import MemoryStore
 from mlaprep.service import builder as builder_module
 from mlaprep.service.builder import Builder
-from mlaprep.service.catalog import Catalog, Filter, order_of, preset_specs
+from mlaprep.service.catalog import SORTS, Catalog, Filter, Sort, order_of, preset_specs
 from mlaprep.service.compiler import Compiler
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.spec import KernelSpec
@@ -102,6 +103,36 @@ def test_pages_hold_every_variant_once_and_in_order(idle: Compiler) -> None:
         assert len(seen) == 250 + len(preset_specs())
         built = catalog.page(Filter(state="built"), 500)
         assert built.total == len(built.variants) == 250
+
+
+@pytest.mark.parametrize("sort", SORTS)
+def test_pages_of_any_sort_hold_every_variant_once(idle: Compiler, sort: Sort) -> None:
+    manifests = [
+        dataclasses.replace(manifest, cubin_size=1000 + number % 7, registers=20 + number % 5)
+        for number, manifest in enumerate(manifests_of(40))
+    ]
+    with Builder(Listed(manifests), idle) as builder:
+        for number, manifest in enumerate(manifests):
+            for _ in range(number % 3):
+                builder._note_use((KernelSpec.from_dict(manifest.spec), Arch("sm_100a")))
+        catalog, seen, after = Catalog(builder), [], None
+        while True:
+            page = catalog.page(Filter(state="built", after=after), 9, sort)
+            seen += page.variants
+            if page.total == len(page.variants):
+                break
+            after = seen[-1].spec
+    assert len({variant.spec for variant in seen}) == len(seen) == 40
+    rows = [variant.archs[0] for variant in seen]
+    figures = {
+        "shape": [0 for _ in rows],
+        "size": [row.manifest.cubin_size for row in rows if row.manifest],
+        "registers": [row.manifest.registers for row in rows if row.manifest],
+        "hits": [row.use.count if row.use else 0 for row in rows],
+        "last_use": [row.use.last if row.use else 0 for row in rows],
+    }[sort]
+    placed = [(-figure, order_of(variant.spec)) for figure, variant in zip(figures, seen, strict=True)]
+    assert placed == sorted(placed)
 
 
 def test_what_is_new_shows_and_what_is_gone_goes(idle: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
