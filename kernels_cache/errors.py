@@ -7,9 +7,11 @@
     ├── BundleError                      an archive of kernels that must not be used; .member
     ├── SigningError (also ValueError)   keys that cannot be used to sign or to check signatures
     └── StoreError                       a store that cannot be opened or a question it cannot answer
-        └── AmbiguousKeyError            a key prefix that more than one entry shares
+        ├── AmbiguousKeyError            a key prefix that more than one entry shares
+        ├── SharedStoreDown              a shared Redis that does not answer in time; .reason
+        └── SharedStoreRefusal           a shared Redis that answered with an error, such as full; .reason
 
-A store raises none of them for damage or for a failing disk: those are misses and counters.
+A store raises none of them for damage, for a failing disk or for a Redis in trouble: those are misses and counters.
 """
 
 
@@ -54,3 +56,19 @@ class AmbiguousKeyError(StoreError):
         self.prefix = prefix
         self.keys = keys
         super().__init__(f"key prefix {prefix} fits {keys} entries; give more digits")
+
+
+class SharedStoreDown(StoreError):
+    """The shared Redis did not answer in time, or is left alone because it did not a moment ago."""
+
+    def __init__(self, place: str, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"the shared Redis {place} is down: {reason}")
+
+
+class SharedStoreRefusal(StoreError):
+    """The shared Redis answered with an error; ``reason`` says which, without what was sent."""
+
+    def __init__(self, place: str, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"the shared Redis {place} refuses: {reason}")

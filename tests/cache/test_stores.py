@@ -3,15 +3,19 @@
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from cache.samples import make_artifact, numbered, synthetic_cubin
+from redis_server import RedisServer, running_redis
 
 from mlaprep.kernels_cache.disk import DiskStore
 from mlaprep.kernels_cache.errors import AmbiguousKeyError, ArtifactError, StoreError
 from mlaprep.kernels_cache.key import is_digest
+from mlaprep.kernels_cache.redis import RedisStore
+from mlaprep.kernels_cache.redis_link import RedisLink
+from mlaprep.kernels_cache.redis_url import RedisUrl
 from mlaprep.kernels_cache.store import KernelStore, MemoryStore, StoreStats, TieredStore
 
 SIZE = numbered(0).size
@@ -31,10 +35,23 @@ def tiers(path: Path) -> KernelStore:
     return TieredStore([MemoryStore(), DiskStore(path / "cache")])
 
 
-@pytest.fixture(params=[memory, disk, tiers])
-def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> KernelStore:
-    make: Callable[[Path], KernelStore] = request.param
-    return make(tmp_path)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with running_redis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(params=[memory, disk, tiers, "redis"])
+def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KernelStore]:
+    if request.param != "redis":
+        make: Callable[[Path], KernelStore] = request.param
+        yield make(tmp_path)
+        return
+    server: RedisServer = request.getfixturevalue("server")
+    server.client().flushall()
+    store = RedisStore(RedisLink(RedisUrl(server.url), budget_s=5.0))
+    yield store
+    store.redis.close()
 
 
 def test_what_is_published_is_found(any_store: KernelStore) -> None:
