@@ -51,6 +51,8 @@ class CompileChild:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._channel = Channel(self._process.stdout.fileno(), self._process.stdin.fileno())
+        self.compiles = 0
+        """Sources that it has answered."""
 
     @property
     def pid(self) -> int:
@@ -91,13 +93,15 @@ class CompileChild:
         deadline = time.monotonic() + timeout_s
         try:
             self._channel.send({"options": list(options)}, source.encode(), deadline=deadline)
-            return self._channel.receive(deadline=deadline)
+            reply = self._channel.receive(deadline=deadline)
         except TimeoutError:
             self.close()
             raise CompileTimeout(timeout_s) from None
         except (EOFError, OSError) as error:
             self.close()
             raise ChildDied(f"{error} ({self._ending()})") from None
+        self.compiles += 1
+        return reply
 
     def close(self) -> None:
         """Kill by pid, reap, close the pipes; safe to repeat."""

@@ -2,7 +2,8 @@
 
 ``python -m mlaprep.service.compile_child MEMORY_BYTES CPU_SECONDS`` speaks :mod:`mlaprep.service.frames` on
 its standard streams. It greets with what it can do, then answers every request. It never touches a GPU, so
-it runs where there is no driver, and it has no include path: a source stands for itself.
+it runs where there is no driver. It has no include path, and by the time it compiles it cannot open a file: a source
+stands for itself.
 """
 
 import contextlib
@@ -45,6 +46,7 @@ def main(arguments: list[str]) -> None:
     channel = Channel(0, reply_fd)
     limit_process(memory_bytes)
     greeting, nvrtc = _open_compiler()
+    deny_files()
     requests: queue.SimpleQueue[tuple[dict[str, Any], bytes]] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(channel, requests), daemon=True).start()
     channel.send(greeting)
@@ -60,6 +62,15 @@ def limit_process(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def deny_files() -> None:
+    """From here on the process opens nothing: no file, no library, no socket, whatever a source includes.
+
+    NVRTC 12.9 and 13.5 have loaded all they need once they have compiled the version probe. Descriptors that are open
+    stay; the three lowest numbers are taken, so none is left below the limit. A poll may name as many.
+    """
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
 
 
 def limit_cpu(cpu_s: float) -> None:

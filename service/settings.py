@@ -14,7 +14,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 from mlaprep.kernels_cache.disk import DISK_BYTES
 from mlaprep.kernels_cache.store import MEMORY_BYTES
 from mlaprep.service.builder import NEGATIVE_TTL_S
-from mlaprep.service.compiler import DEFAULT_MEMORY_BYTES, DEFAULT_QUEUE_LIMIT, DEFAULT_TIMEOUT_S
+from mlaprep.service.compiler import DEFAULT_MEMORY_BYTES, DEFAULT_QUEUE_LIMIT, DEFAULT_RECYCLE_AFTER, DEFAULT_TIMEOUT_S
 from mlaprep.service.config_file import VARIABLE, ConfigFile
 from mlaprep.templates.environment import SWITCH_WORDS, parse_switch
 from mlaprep.templates.errors import FieldProblem, SpecError
@@ -94,6 +94,9 @@ class Settings(BaseSettings):
         ge=1,
         le=1_000_000,
         description="kernels that may wait for a compiler; more get a 429",
+    )
+    compile_recycle_after: int = Field(
+        default=DEFAULT_RECYCLE_AFTER, ge=1, description="compiles after which a compile process is replaced"
     )
     negative_ttl_s: float = Field(
         default=NEGATIVE_TTL_S, ge=0, le=86400, description="seconds that a refusal by the compiler is remembered"

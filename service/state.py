@@ -84,6 +84,7 @@ class Service:
             settings.compile_timeout_s,
             settings.compile_memory_bytes,
             queue_limit=settings.compile_queue,
+            recycle_after=settings.compile_recycle_after,
         )
         builder = Builder(
             store,

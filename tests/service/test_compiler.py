@@ -1,6 +1,7 @@
 """The compiler: what it makes, what it refuses, and what it survives."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -434,3 +435,33 @@ def test_B042_two_cupy_packages_are_a_warning(tmp_path: Path, monkeypatch: pytes
     (warning,) = conflicts()
     assert "cupy-cuda12x and cupy-cuda13x" in warning
     assert "uninstall" in warning
+
+
+def test_a_process_is_replaced_after_its_share_of_compiles(spec: KernelSpec, arch: Arch) -> None:
+    with Compiler(processes=1, recycle_after=3) as compiler:
+        pids = []
+        for heads in range(1, 8):
+            artifact = compiler.compile(render(KernelSpec(num_heads=heads)), arch)
+            assert artifact.manifest.variant_id == KernelSpec(num_heads=heads).variant_id
+            pids += [pid for pid in compiler.state().pids if pid not in pids]
+        wait_for(lambda: compiler.state().recycled == 2 and len(compiler.state().pids) == 1)
+        state = compiler.state()
+        assert (state.compiles, state.crashes) == (7, 0)
+        assert state.pids[0] not in pids[:1]
+        assert not any(is_alive(pid) for pid in pids if pid not in state.pids)
+
+
+def test_B054_a_source_cannot_read_files(compiler: Compiler, arch: Arch, tmp_path: Path) -> None:
+    """No caller's text is ever a source; were one, the compiler could still open nothing."""
+    secret = tmp_path / "secret.h"
+    secret.write_text("the_secret_word")
+    spec = KernelSpec(num_heads=12)
+    for path in ("/etc/passwd", "/proc/self/environ", str(secret), "/dev/stdin"):
+        text = f'#include "{path}"\n{render(spec).text}'
+        source = dataclasses.replace(render(spec), text=text)
+        with pytest.raises(CompileFailed) as failure:
+            compiler.compile(source, arch)
+        assert "cannot open source file" in failure.value.log or "could not open" in failure.value.log
+        for word in ("root:", "the_secret_word", "MLAPREP"):
+            assert word not in failure.value.log
+    assert compiler.compile(render(spec), arch).manifest.registers > 0
