@@ -93,6 +93,7 @@ async def show_variant(request: Request, variant_id: str) -> Response:
         variant=variant,
         variant_id=variant_id,
         chosen=chosen,
+        asked=values["arch"],
         view=values["view"],
         path=f"/variants/{variant_id}",
         cells=[cell for cell in _by_age(variant.archs) if _is_of_interest(cell) or cell is chosen],

@@ -100,6 +100,16 @@ def test_a_revoked_kernel_says_why(client: Client) -> None:
     assert "Build it" not in page
 
 
+def test_an_architecture_that_cannot_run_a_variant_is_said_to(client: Client) -> None:
+    assert "sm_89 cannot run this variant" in client.get(f"/variants/{VARIANT}?arch=sm_89").text
+
+
+def test_a_line_to_copy_brings_the_token_where_one_is_needed(make_client: ClientMaker) -> None:
+    page = html.unescape(make_client(token="secret-of-this-test").get(f"/variants/{VARIANT}?arch=sm_90a").text)
+    assert 'curl -X PUT -H "Authorization: Bearer $MLAPREP_TOKEN" http://127.0.0.1:8400/v1/kernels/sm_90a/' in page
+    assert "secret-of-this-test" not in page
+
+
 def test_a_read_only_service_offers_nothing_to_start(make_client: ClientMaker) -> None:
     client = make_client(read_only=True)
     for path in ("/warmups", "/misses", f"/variants/{VARIANT}?arch=sm_90a", "/status"):
