@@ -131,7 +131,7 @@ async def show_warmup(request: Request, job_id: str) -> Response:
     """One job as it goes on, with what could not be built."""
     read_query(request)
     job = await find_job(service_of(request), job_id)
-    plan: dict[str, list[str]] = {}
+    plan: dict[str, list[str]] = {str(arch): [] for arch in ARCHS}
     for entry in job.plan.get("kernels", ()):
         for arch in entry["arch"]:
             plan.setdefault(arch, []).append(entry["variant_id"])

@@ -42,7 +42,6 @@ def _environment() -> jinja2.Environment:
         "ago": ago,
         "duration": duration,
         "instant": instant,
-        "combine": lambda one, other: {**one, **other},
     }
     environment.globals |= {"asset": {name: asset.url for name, asset in assets().items()}, "with_query": with_query}
     return environment

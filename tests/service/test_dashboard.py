@@ -8,7 +8,7 @@ from service_kit import Client, ClientMaker
 
 from mlaprep.service.errors import DisassemblerUnavailable
 from mlaprep.service.job_store import WarmupJob
-from mlaprep.service.routes import inspection
+from mlaprep.service.routes import dashboard, inspection
 from mlaprep.service.web.assets import assets
 from mlaprep.service.web.highlight import sass_lines, source_lines
 from mlaprep.service.web.pages import ago, duration, size, with_query
@@ -125,3 +125,13 @@ def test_more_jobs_than_a_page_shows_are_counted(client: Client) -> None:
     assert page.count('role="progressbar"') == 50
     assert "The latest 50 of 52." in page
     assert client.get("/warmups?limit=256").text.count('role="progressbar"') == 52
+
+
+def test_the_status_shows_every_part_of_readyz(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = client.get("/readyz").json()
+    document["redis"] = {"connected": False, "url": "redis://<kernels>", "round_trips": 12345, "since": None}
+    document["counters"]["of_a_later_release"] = 7
+    monkeypatch.setattr(dashboard, "ready_document", lambda *_: document)
+    page = client.get("/status").text
+    for words in ("Redis", "Connected", "redis://&lt;kernels&gt;", "12,345", "Of a later release"):
+        assert words in page, words
