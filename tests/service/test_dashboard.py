@@ -12,6 +12,7 @@ from mlaprep.service.routes import dashboard, inspection
 from mlaprep.service.web.assets import assets
 from mlaprep.service.web.highlight import sass_lines, source_lines
 from mlaprep.service.web.pages import ago, duration, size, with_query
+from mlaprep.templates.arch import Arch
 from mlaprep.templates.render import render
 from mlaprep.templates.spec import KernelSpec
 
@@ -135,3 +136,39 @@ def test_the_status_shows_every_part_of_readyz(client: Client, monkeypatch: pyte
     page = client.get("/status").text
     for words in ("Redis", "Connected", "redis://&lt;kernels&gt;", "12,345", "Of a later release"):
         assert words in page, words
+
+
+def test_pages_look_again_while_something_is_built(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, path = (KernelSpec(num_heads=12), Arch("sm_90a")), f"/variants/{VARIANT}?arch=sm_90a"
+    assert "data-refresh" not in client.get("/").text + client.get(path).text
+    monkeypatch.setattr(client.service.builder, "in_flight", lambda: frozenset({target}))
+    assert 'id="matrix" data-refresh="2"' in client.get("/?state=building").text
+    assert 'id="kernel" data-region data-refresh="2"' in (page := client.get(path).text)
+    assert "sm_90a: being built" in page
+
+
+def test_a_refused_kernel_is_told_from_one_that_nobody_asked_for(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = (KernelSpec(num_heads=12), Arch("sm_90a"))
+    monkeypatch.setattr(client.service.builder, "failed", lambda: frozenset({target}))
+    page = client.get(f"/variants/{VARIANT}?arch=sm_90a").text
+    assert "sm_90a: refused by the compiler" in page
+    assert client.get("/?state=failed").text.count('class="state failed"') == 1
+
+
+def test_a_large_plan_is_not_spelled_out(client: Client) -> None:
+    entries = [
+        {"arch": ["sm_90a"], "variant_id": KernelSpec(num_heads=1, out_token_stride=4096 + 16 * n).variant_id}
+        for n in range(300)
+    ]
+    client.service.jobs.store.put(WarmupJob("0" * 16, "", {"kernels": entries}, 300, "done"))
+    page = client.get(f"/warmups/{'0' * 16}").text
+    assert page.count('class="id"') == 200
+    assert "100 more are in" in page
+
+
+def test_head_and_options_are_answered_for_pages_too(client: Client) -> None:
+    head = client.request("HEAD", "/")
+    assert (head.status_code, head.content, head.headers["content-type"]) == (200, b"", "text/html; charset=utf-8")
+    assert client.request("OPTIONS", "/warmups").headers["allow"] == "GET, HEAD, OPTIONS"
