@@ -18,6 +18,7 @@ from mlaprep.service.body import BodyLimit
 from mlaprep.service.compiler import Compiler
 from mlaprep.service.drain import Drain, DrainGate
 from mlaprep.service.edge import Edge
+from mlaprep.service.overload import Load, OverloadGate
 from mlaprep.service.routes import (
     artifacts,
     dashboard,
@@ -95,9 +96,13 @@ def create_app(
     )
     app.state.service = service
     drain = app.state.drain = Drain()
+    load = app.state.load = Load()
     problems.install(app)
     # The last added is met first.
-    app.add_middleware(BodyLimit, max_bytes=service.settings.max_body_bytes)
+    app.add_middleware(
+        BodyLimit, max_bytes=service.settings.max_body_bytes, timeout_s=service.settings.request_timeout_s
+    )
+    app.add_middleware(OverloadGate, load=load)
     app.add_middleware(DrainGate, drain=drain)
     app.add_middleware(Edge, methods=_methods_of)
     if origins := split_words(service.settings.cors_origins):

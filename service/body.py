@@ -4,6 +4,7 @@ Python's JSON reads NaN, 1e400, lone surrogates, repeated names and integers of 
 has a meaning here, and some break whatever handles them next, so they are refused by name.
 """
 
+import asyncio
 import json
 import math
 import re
@@ -34,11 +35,13 @@ _SPEC_FIELDS: Final = frozenset(spec_json_schema()["properties"])
 
 
 class BodyLimit:
-    """ASGI middleware: a body ends at ``max_bytes``, whatever its headers promise."""
+    """ASGI middleware: a body ends at ``max_bytes``, whatever its headers promise, and ``timeout_s`` after it is first
+    asked for."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,18 +51,36 @@ class BodyLimit:
             if name == b"content-length" and (not value.isdigit() or int(value[:20]) > self._max_bytes):
                 await self._too_large().response()(scope, receive, send)
                 return
-        counted = 0
+        counted, complete = 0, False
+        deadline: float | None = None
 
         async def bounded() -> Message:
-            nonlocal counted
-            message = await receive()
+            nonlocal counted, complete, deadline
+            if complete:  # whoever asks now waits for the client to leave, as long as it takes
+                return await receive()
+            deadline = deadline or asyncio.get_running_loop().time() + self._timeout_s
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise self._too_slow() from None
             if message["type"] == "http.request":
+                complete = not message.get("more_body", False)
                 counted += len(message.get("body", b""))
                 if counted > self._max_bytes:
                     raise self._too_large()
             return message
 
         await self._app(scope, bounded, send)
+
+    def _too_slow(self) -> ProblemError:
+        return ProblemError(
+            408,
+            "request-timeout",
+            "Request Timeout",
+            f"A request body may take {self._timeout_s:g} seconds to come in.",
+            headers={"connection": "close"},
+        )
 
     def _too_large(self) -> ProblemError:
         # The rest of the body is not read, so the connection cannot be used again.

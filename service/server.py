@@ -17,6 +17,7 @@ from mlaprep.service.app import create_app
 from mlaprep.service.descriptors import ACCEPTED_AT_ONCE, ANSWERED_BEYOND, log_seldom, refuse_beyond, room_for
 from mlaprep.service.drain import Drain
 from mlaprep.service.errors import ListenError
+from mlaprep.service.heads import bounded_heads
 from mlaprep.service.settings import Settings, read_settings
 
 LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -54,7 +55,6 @@ def serve(settings: Settings | None = None, *, on_listening: Callable[[int], Non
             app,
             log_config=None,
             access_log=settings.access_log,
-            limit_concurrency=connections,
             timeout_graceful_shutdown=settings.shutdown_grace_s,
             backlog=ACCEPTED_AT_ONCE,
             proxy_headers=bool(settings.trusted_proxies),
@@ -62,7 +62,8 @@ def serve(settings: Settings | None = None, *, on_listening: Callable[[int], Non
             server_header=False,
             ws="none",
         )
-        server = _Server(config, app.state.drain, on_listening)
+        server = _Server(config, app.state.drain, on_listening, connections, settings.request_timeout_s)
+        app.state.load.watch(server.server_state.connections, connections)
 
         def stop(_signal: int, _frame: FrameType | None) -> None:
             server.should_exit = True
@@ -106,15 +107,24 @@ def listen(host: str, port: int) -> Sequence[socket.socket]:
 class _Server(uvicorn.Server):
     """Tells when it listens, which uvicorn only logs, and turns new requests away before it stops listening."""
 
-    def __init__(self, config: uvicorn.Config, drain: Drain, on_listening: Callable[[int], None] | None) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        drain: Drain,
+        on_listening: Callable[[int], None] | None,
+        connections: int,
+        request_timeout_s: float,
+    ) -> None:
         super().__init__(config)
+        self._connections = connections
+        self._request_timeout_s = request_timeout_s
         self._drain = drain
         self._on_listening = on_listening
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         log_seldom(asyncio.get_running_loop())
-        limit = (self.config.limit_concurrency or 0) + ANSWERED_BEYOND
-        protocol = refuse_beyond(limit, self.config.http_protocol_class)
+        bounded = bounded_heads(self.config.http_protocol_class, self._request_timeout_s)
+        protocol = refuse_beyond(self._connections + ANSWERED_BEYOND, bounded)
         self.config.http_protocol_class = protocol  # type: ignore[assignment]  # only ever called
         await super().startup(sockets)
         for listener in sockets or ():

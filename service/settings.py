@@ -108,6 +108,12 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(
         default=64 * 1024, ge=1024, le=64 * _MIB, description="bytes of a request body; more get a 413"
     )
+    request_timeout_s: float = Field(
+        default=20.0,
+        gt=0,
+        le=3600,
+        description="seconds that the head of a request may take to come in, and its body as many; then it is cut",
+    )
     max_connections: int = Field(default=2048, ge=1, description="connections and requests at once; more get a 503")
     shutdown_grace_s: int = Field(
         default=30, ge=0, le=3600, description="seconds that running requests may take to finish after SIGTERM"

@@ -166,7 +166,7 @@ def run_limited(headers: list[tuple[bytes, bytes]], chunks: list[bytes]) -> tupl
             statuses.append(message["status"])
 
     try:
-        asyncio.run(BodyLimit(application, 1024)({"type": "http", "headers": headers}, receive, send))
+        asyncio.run(BodyLimit(application, 1024, 20.0)({"type": "http", "headers": headers}, receive, send))
     except ProblemError as problem:
         return problem.status, taken
     return statuses[0], taken

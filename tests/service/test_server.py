@@ -97,9 +97,10 @@ def test_B050_a_length_that_lies_gets_an_answer(run_server: ServerMaker) -> None
         huge = talk(server.port, f"{head}content-length: {2**30}\r\n\r\n".encode())
         assert huge.startswith(b"HTTP/1.1 413 ")
         assert b"body-too-large" in huge
-        # Promised less than was sent: what follows the body is the next request, and no good one.
+        # Promised less than was sent: what follows the body is the next request, and no good one. httptools says so
+        # before the first has been answered.
         short = talk(server.port, f"{head}content-length: 2\r\n\r\n{{}}{'x' * 100_000}".encode())
-        assert short.startswith((b"HTTP/1.1 201 ", b"HTTP/1.1 200 "))
+        assert short.startswith((b"HTTP/1.1 201 ", b"HTTP/1.1 200 ", b"HTTP/1.1 400 "))
         for length in ("-1", "1x", "1, 2", "99999999999999999999999999"):
             answer = talk(server.port, f"{head}content-length: {length}\r\n\r\n{{}}".encode())
             assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 413 ")), length
