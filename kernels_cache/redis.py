@@ -8,30 +8,49 @@ trusted with nothing but keeping bytes.
 import contextlib
 import hashlib
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, TypeVarTuple
 
 from mlaprep.kernels_cache import redis_scripts as scripts
 from mlaprep.kernels_cache.artifact import MAX_MANIFEST_BYTES, MAX_SOURCE_BYTES, KernelArtifact, Manifest
 from mlaprep.kernels_cache.elf import MAX_CUBIN_BYTES
 from mlaprep.kernels_cache.errors import ArtifactError, SharedStoreDown, SharedStoreRefusal, StoreError
 from mlaprep.kernels_cache.key import is_digest
-from mlaprep.kernels_cache.leases import Leases
+from mlaprep.kernels_cache.leases import Leases, LeaseStats
 from mlaprep.kernels_cache.redis_index import RedisIndex
 from mlaprep.kernels_cache.redis_keys import INDEX, REVISION, SIZES, TTL_S, name
-from mlaprep.kernels_cache.redis_link import RedisLink
+from mlaprep.kernels_cache.redis_link import LinkStats, RedisLink
 from mlaprep.kernels_cache.signing import SigningKey
 from mlaprep.kernels_cache.store import Counters, StoreStats, is_prefix, only_key, require_digests
 from mlaprep.kernels_cache.trust import TrustedKeys
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _ATTEMPTS: Final = 3
+_MAX_OWED: Final = 256
+_OWED_AT_ONCE: Final = 8
 _LARGEST: Final = max(MAX_MANIFEST_BYTES, MAX_CUBIN_BYTES, MAX_SOURCE_BYTES)
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedStats:
+    """What one process knows of the shared tier; read without asking the server."""
+
+    place: str
+    """The server's address, without secrets."""
+    trouble: str
+    """Why the last publication was not kept, such as that it is full; "" where it was."""
+    owed: int
+    """Kernels that will be published once the server takes them."""
+    store: StoreStats
+    link: LinkStats
+    leases: LeaseStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +92,13 @@ class RedisStore:
         self._index = RedisIndex(link)
         self.trouble = ""
         """Why the last write was not kept; "" where it was."""
+        self._owed: OrderedDict[str, KernelArtifact] = OrderedDict()
+        link.when_up(self._catch_up)
+
+    @property
+    def publishes(self) -> bool:
+        """Whether what is published here is read here too: not where keys are pinned and its own is none of them."""
+        return self._trust is None or (self._sign is not None and self._sign.public in self._trust.keys)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _remade, (type(self), self.redis, self._sign, self._trust)
@@ -104,12 +130,15 @@ class RedisStore:
         artifact.verify()
         if self._sign is not None:
             artifact = self._sign.sign_artifact(artifact)
-        if self._trusts(artifact.manifest):  # else nobody here would read it
-            self._write(lambda: self._place(artifact))
+        if self._trusts(artifact.manifest):  # else nobody who pins the same keys would read it
+            if self._write(self._place, artifact):
+                self._publish_owed(_OWED_AT_ONCE)
+            else:
+                self._owe(artifact.key, artifact)
 
     def link(self, request: str, key: str) -> None:
         require_digests(request, key)
-        self._write(lambda: self.redis.run(lambda client: client.set(name("link", request), key, ex=TTL_S)))
+        self._write(self.redis.run, _link, request, key)
 
     def resolve(self, request: str) -> str | None:
         if not is_digest(request):
@@ -125,7 +154,8 @@ class RedisStore:
         return (manifest for manifest in self._index.manifests() if arch in (None, manifest.arch))
 
     def delete(self, key: str) -> bool:
-        return is_digest(key) and bool(self._write(lambda: self._remove(key)))
+        self._owed.pop(key, None)
+        return is_digest(key) and bool(self._write(self._remove, key))
 
     def find(self, prefix: str) -> str | None:
         if not is_prefix(prefix):
@@ -143,6 +173,18 @@ class RedisStore:
     def stats(self) -> StoreStats:
         entries, size = self._index.totals()
         return self._counters.stats(entries=entries, size=size)
+
+    def snapshot(self) -> SharedStats:
+        """Counts and states of everything here, as of now; ``entries`` and ``bytes`` as of the last look."""
+        entries, size = self._index.known()
+        return SharedStats(
+            place=self.redis.url.place,
+            trouble=self.trouble,
+            owed=len(self._owed),
+            store=self._counters.stats(entries=entries, size=size),
+            link=self.redis.stats(),
+            leases=self.leases.stats(),
+        )
 
     # Reading
 
@@ -192,10 +234,10 @@ class RedisStore:
 
     # Writing
 
-    def _write(self, call: Callable[[], T]) -> T | None:
+    def _write(self, call: Callable[[*Ts], T], *args: *Ts) -> T | None:
         """What the call gives; None where the server is in trouble, which is counted and said once."""
         try:
-            done = call()
+            done = call(*args)
         except (SharedStoreDown, SharedStoreRefusal) as error:
             self._counters.add("write_errors")
             level = logging.DEBUG if self.trouble else logging.WARNING
@@ -205,22 +247,45 @@ class RedisStore:
         self.trouble = ""
         return done
 
-    def _place(self, artifact: KernelArtifact) -> None:
+    def _catch_up(self) -> None:
+        self.trouble = ""
+        self._publish_owed()
+
+    def _publish_owed(self, limit: int = _MAX_OWED) -> None:
+        """Publish what could not be before, the latest first, as long as the server takes it."""
+        for _ in range(limit):
+            try:
+                key, artifact = self._owed.popitem()
+            except KeyError:
+                return
+            if not self._write(self._place, artifact):
+                self._owe(key, artifact)
+                return
+
+    def _owe(self, key: str, artifact: KernelArtifact) -> None:
+        self._owed[key] = artifact
+        while len(self._owed) > _MAX_OWED:
+            with contextlib.suppress(KeyError):
+                self._owed.popitem(last=False)
+
+    def _place(self, artifact: KernelArtifact) -> bool:
+        """True, whether it or another stands there now. Raises StoreError."""
         for _ in range(_ATTEMPTS):
             held = self._read(artifact.key)
             if held is None:
                 if self.redis.run(_publish, artifact):
-                    return
+                    return True
             elif held.artifact.digest == artifact.digest:
                 if artifact.manifest.adds_signature_to(held.artifact.manifest):
                     self.redis.run(_replace, held.record, artifact)
-                return
+                return True
             elif held.is_trusted:
                 self._counters.add("differing")
                 _log.warning("shared cache: a second, differing cubin for %s is not kept", artifact.key)
-                return
+                return True
             else:
                 self._remove(artifact.key)
+        return True  # records come and go faster than this one can be placed
 
     def _remove(self, key: str) -> bool:
         return self.redis.run(_delete, key)
@@ -303,6 +368,10 @@ def _delete(client: Any, key: str) -> bool:
         digest = Manifest.from_json(record or b"", sealed=True).cubin_sha256
         names += [name("holders", digest), name("blob", digest)]
     return bool(client.eval(scripts.DELETE, len(names), *names, key))
+
+
+def _link(client: Any, request: str, key: str) -> None:
+    client.set(name("link", request), key, ex=TTL_S)
 
 
 def _remade(

@@ -49,7 +49,12 @@ class RedisIndex:
 
     def totals(self) -> tuple[int, int]:
         """How many records there are, and the bytes of their cubins and sources. Never raises."""
-        entries = self._look()
+        self._look()
+        return self.known()
+
+    def known(self) -> tuple[int, int]:
+        """:meth:`totals` as of the last look, without another."""
+        entries = list(self._entries.values())
         return len(entries), sum(entry.size for entry in entries)
 
     def _look(self) -> list[_Entry]:

@@ -83,6 +83,7 @@ class RedisLink:
         self._late: Final = f"no answer within {budget_s * 1000:.0f} ms"
         self._stats = LinkStats(since=time.time())
         self._closed = False
+        self._when_up: list[Callable[[], None]] = []
         self.forget()
         forget_when_forked(self)
 
@@ -132,6 +133,10 @@ class RedisLink:
             raise self._told(error, time.monotonic() - began) from None
         self._count_answer(time.monotonic() - began)
         return answer
+
+    def when_up(self, call: Callable[[], None]) -> None:
+        """Have something called each time that the server answers again, on a thread of the link."""
+        self._when_up.append(call)
 
     def check(self) -> LinkStats:
         """The state now: asks the server, where nobody has had an answer for a moment. Never raises."""
@@ -214,6 +219,8 @@ class RedisLink:
                     self._become("up", "")
                     self._answered = self._healed = time.monotonic()
                     _log.warning("shared cache: %s answers again", self.url)
+            for call in self._when_up:
+                call()
             return
 
     def _connect(self) -> Any:

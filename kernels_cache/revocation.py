@@ -69,7 +69,7 @@ class Revocation:
             and _VARIANT.fullmatch(self.variant_id)
             and (self.arch == "" or is_arch(self.arch))
             and is_reason(self.reason)
-            and _TIME.fullmatch(self.revoked_at)
+            and is_time(self.revoked_at)
             and len(self.origin) <= 2048
         )
         if not good:
@@ -101,6 +101,11 @@ _TOLD: Final = tuple(item.name for item in fields(Revocation) if item.name != "o
 def is_reason(text: object) -> bool:
     """Whether a text can be the reason of a revocation."""
     return type(text) is str and 0 < len(text) <= MAX_REASON and text.isprintable() and not text.isspace()
+
+
+def is_time(text: object) -> bool:
+    """Whether a text is a time as revocations have it: UTC, whole seconds, later ones sorting behind."""
+    return type(text) is str and _TIME.fullmatch(text) is not None
 
 
 def revocations_digest(revocations: Collection[Revocation]) -> str:

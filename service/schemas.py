@@ -299,6 +299,25 @@ class CountersReply(_Reply):
     timeouts: int = Field(examples=[0])
 
 
+class SharedReply(_Reply):
+    """The Redis that replicas share, as this process sees it; counts since start."""
+
+    state: str = Field(description="up, down, refusing (it keeps nothing new) or closed", examples=["up"])
+    reason: str = Field(description="why it is not up", examples=[""])
+    place: str = Field(description="its address, without secrets", examples=["redis://redis:6379/0"])
+    hits: int = Field(examples=[12])
+    misses: int = Field(examples=[2])
+    damaged: int = Field(examples=[0])
+    differing: int = Field(examples=[0])
+    write_errors: int = Field(examples=[0])
+    owed: int = Field(description="kernels to be published once it takes them", examples=[0])
+    timeouts: int = Field(examples=[0])
+    errors: int = Field(description="calls whose connection failed", examples=[0])
+    opened: int = Field(description="times that it was left alone", examples=[0])
+    leases: int = Field(description="keys held for compiling", examples=[2])
+    lease_waits: int = Field(description="keys that another replica held", examples=[0])
+
+
 class ReadyReply(_Reply):
     """Whether this process can do its work, and why not."""
 
@@ -309,6 +328,7 @@ class ReadyReply(_Reply):
     signing_key: str | None = Field(description="id of the key that signs what is served", examples=[None])
     compiler: CompilerReply
     store: StoreReply
+    shared: SharedReply | None = Field(description="null where none is configured")
     counters: CountersReply
 
 

@@ -12,6 +12,10 @@ from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from mlaprep.kernels_cache.disk import DISK_BYTES
+from mlaprep.kernels_cache.errors import StoreError
+from mlaprep.kernels_cache.redis_link import BUDGET_S
+from mlaprep.kernels_cache.redis_url import ALLOWED as REDIS_URLS
+from mlaprep.kernels_cache.redis_url import RedisUrl
 from mlaprep.kernels_cache.store import MEMORY_BYTES
 from mlaprep.service.builder import NEGATIVE_TTL_S
 from mlaprep.service.compiler import DEFAULT_MEMORY_BYTES, DEFAULT_QUEUE_LIMIT, DEFAULT_RECYCLE_AFTER, DEFAULT_TIMEOUT_S
@@ -29,6 +33,7 @@ _ALLOWED: Final[Mapping[str, str]] = {
     "trusted_proxies": "addresses and networks such as 10.0.0.0/8, between commas",
     "cors_origins": "origins such as https://dash.example, between commas",
     "cache_dir": "a directory",
+    "redis_url": REDIS_URLS,
     "signing_key": "a file that `mlaprep keys generate` wrote, of mode 0600; unset the variable to sign nothing",
 }
 # Empty counts as unset elsewhere. A service that was to sign, or to ask for tokens, must not start without.
@@ -76,6 +81,13 @@ class Settings(BaseSettings):
     )
     memory_max_bytes: int = Field(
         default=MEMORY_BYTES, ge=0, description="bytes of kernels kept in memory above the disk"
+    )
+    redis_url: SecretStr | None = Field(
+        default=None,
+        description="Redis that replicas share kernels, leases and revocations through: redis://host:6379/0",
+    )
+    redis_timeout_s: float = Field(
+        default=BUDGET_S, gt=0, le=60, description="seconds that one call to it may take, before it is left alone"
     )
     compile_processes: int | None = Field(
         default=None, ge=1, le=1024, description="compile processes; by default one for every core"
@@ -135,7 +147,7 @@ class Settings(BaseSettings):
         """Options, environment, file; no ``.env`` and no directory of secrets, which nobody asked for."""
         return init_settings, env_settings, ConfigFile(settings_cls)
 
-    @field_validator("token", "cache_dir", mode="before")
+    @field_validator("token", "cache_dir", "redis_url", mode="before")
     @classmethod
     def _none_where_empty(cls, value: Any) -> Any:
         """An empty variable is how a compose file says "none"."""
@@ -160,6 +172,16 @@ class Settings(BaseSettings):
         text = value.get_secret_value() if value else "x"
         if not (text.isascii() and text.isprintable() and " " not in text and len(text) <= 1024):
             raise ValueError("a token is up to 1024 printable ASCII characters without spaces")
+        return value
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_url(cls, value: SecretStr | None) -> SecretStr | None:
+        try:
+            if value is not None:
+                RedisUrl(value.get_secret_value())
+        except StoreError as error:
+            raise ValueError(str(error)) from None
         return value
 
     @field_validator("trusted_proxies")

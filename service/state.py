@@ -16,6 +16,8 @@ from mlaprep.kernels_cache.errors import SigningError
 from mlaprep.kernels_cache.key import canonical_json
 from mlaprep.kernels_cache.key_files import read_signing_key
 from mlaprep.kernels_cache.opening import folder_of, open_store_or_memory
+from mlaprep.kernels_cache.redis import RedisStore
+from mlaprep.kernels_cache.shared_revocations import SharedRevocations
 from mlaprep.kernels_cache.signing import SigningKey
 from mlaprep.kernels_cache.store import KernelStore, MemoryStore, TieredStore
 from mlaprep.service.auth import Access
@@ -26,6 +28,7 @@ from mlaprep.service.job_store import JobStore
 from mlaprep.service.jobs import Jobs
 from mlaprep.service.misses import Misses
 from mlaprep.service.settings import Settings
+from mlaprep.service.shared import installation_warnings, open_shared, with_shared
 from mlaprep.service.toolchain import Toolchain, buildable_archs, conflicts
 from mlaprep.templates.arch import ARCHS, Arch
 from mlaprep.templates.errors import FieldProblem, SpecError
@@ -60,6 +63,7 @@ class Service:
     """What is wrong with the installation without keeping it from working."""
     owns_compiler: bool
     signing_key: SigningKey | None = None
+    shared: RedisStore | None = None
     reading: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_READERS))
     """Bounds the threads of calls that look at the whole store, so that kernels are handed out meanwhile."""
     streams: Streams = field(default_factory=Streams)
@@ -71,13 +75,16 @@ class Service:
         """Everything from settings; opens the cache directory and starts no process.
 
         Raises:
-            SpecError: a signing key or a token file that cannot be used.
+            SpecError: a signing key, a token file or a shared Redis that cannot be used as configured.
         """
         access = Access.assemble(settings)
         signing_key = _signing_key(settings)
         cache_warning = ""
+        shared = None
         if store is None:
             store, cache_warning = open_store(settings)
+            shared = open_shared(settings, signing_key)
+            store = with_shared(store, shared)
         owns_compiler = compiler is None
         compiler = compiler or Compiler(
             settings.compile_processes,
@@ -91,14 +98,26 @@ class Service:
             compiler,
             negative_ttl_s=settings.negative_ttl_s,
             queue_limit=settings.compile_queue,
+            revocations=None if shared is None else SharedRevocations(folder_of(store), shared.redis),
             refuse_spills=settings.refuse_spills,
         )
-        warnings = (*conflicts(), *([cache_warning] if cache_warning else []))
+        warnings = (*conflicts(), *([cache_warning] if cache_warning else []), *installation_warnings(shared))
         folder = folder_of(store)
         misses, jobs = Misses(folder), Jobs(builder, JobStore(folder))
         catalog = Catalog(builder)
         return cls(
-            settings, access, store, compiler, builder, catalog, misses, jobs, warnings, owns_compiler, signing_key
+            settings,
+            access,
+            store,
+            compiler,
+            builder,
+            catalog,
+            misses,
+            jobs,
+            warnings,
+            owns_compiler,
+            signing_key,
+            shared,
         )
 
     def signed(self, manifest: Manifest) -> Manifest:
@@ -161,6 +180,8 @@ class Service:
         if self.owns_compiler:
             self.compiler.close()
         self.builder.close()
+        if self.shared is not None:
+            self.shared.redis.close()
 
 
 def open_store(settings: Settings) -> tuple[KernelStore, str]:

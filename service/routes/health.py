@@ -12,6 +12,7 @@ from mlaprep.service.parameters import read_query
 from mlaprep.service.readiness import reasons_not_ready
 from mlaprep.service.routes.documentation import problems, query
 from mlaprep.service.schemas import HealthReply, ReadyReply
+from mlaprep.service.shared import shared_document, shared_warnings
 from mlaprep.service.state import Service, in_thread, json_response, service_of
 
 router = APIRouter(tags=["health"])
@@ -60,7 +61,7 @@ def ready_document(service: Service, draining: bool) -> dict[str, Any]:
     return {
         "ready": not reasons,
         "reasons": reasons,
-        "warnings": [*service.warnings, *service.access.warnings()],
+        "warnings": [*service.warnings, *service.access.warnings(), *shared_warnings(service.shared)],
         "read_only": service.settings.read_only,
         "signing_key": None if service.signing_key is None else service.signing_key.public.key_id,
         "compiler": {
@@ -72,5 +73,6 @@ def ready_document(service: Service, draining: bool) -> dict[str, Any]:
             "queued": compiler.queued,
         },
         "store": asdict(service.store.stats()),
+        "shared": shared_document(service.shared),
         "counters": counters | {"crashes": compiler.crashes, "timeouts": compiler.timeouts},
     }
