@@ -168,10 +168,11 @@ async def show_status(request: Request) -> Response:
 async def get_asset(request: Request, name: str) -> Response:
     """A file whose URL names its content, so caches may keep it for ever."""
     read_query(request)
-    asset = find_asset(name)
-    if asset is None:
+    found = find_asset(name)
+    if found is None:
         raise ProblemError(404, "not-found", "No such file", "Load the page again: it names the files of this release.")
-    headers = {"cache-control": "public, max-age=31536000, immutable"}
+    asset, exact = found
+    headers = {"cache-control": "public, max-age=31536000, immutable" if exact else "no-store"}
     return Response(asset.body, headers=headers, media_type=asset.media_type)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -9,6 +10,7 @@ from typing import Final
 
 PREFIX: Final = "/assets/"
 _FOLDER: Final = Path(__file__).parent
+_NAME: Final = re.compile(r"(?P<stem>[a-z]+)\.[0-9a-f]{16}\.(?P<ending>[a-z]+)", re.ASCII)
 _MEDIA_TYPES: Final = MappingProxyType(
     {
         "style.css": "text/css; charset=utf-8",
@@ -43,6 +45,12 @@ def assets() -> dict[str, Asset]:
     return found
 
 
-def find_asset(name: str) -> Asset | None:
-    """The asset of that name, as its URL has it."""
-    return next((asset for asset in assets().values() if asset.name == name), None)
+def find_asset(name: str) -> tuple[Asset, bool] | None:
+    """The asset of a name as a URL has it, and whether that names its content.
+
+    While replicas are upgraded, a page of one release asks another for its files: it gets those of that one, which
+    no cache may keep under this name.
+    """
+    match = _NAME.fullmatch(name)
+    asset = match and assets().get(f"{match['stem']}.{match['ending']}")
+    return (asset, asset.name == name) if asset else None

@@ -35,8 +35,14 @@ def test_files_are_kept_for_ever_under_names_of_their_content(client: Client) ->
         assert (reply.status_code, reply.content) == (200, asset.body)
         assert reply.headers["cache-control"] == "public, max-age=31536000, immutable"
         assert reply.headers["content-type"] == asset.media_type
-    for name in ("style.css", "style.0000000000000000.css", "..%2Fpages.py"):
+    for name in ("style.css", "pages.0000000000000000.py", "..%2Fpages.py"):
         assert client.get(f"/assets/{name}").status_code == 404
+
+
+def test_a_page_of_another_release_gets_files_that_no_cache_keeps(client: Client) -> None:
+    reply = client.get("/assets/style.0000000000000000.css")
+    assert (reply.status_code, reply.content) == (200, assets()["style.css"].body)
+    assert reply.headers["cache-control"] == "no-store"
 
 
 def test_fields_sent_empty_leave_the_url(client: Client) -> None:
