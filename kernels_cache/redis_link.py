@@ -225,9 +225,7 @@ class RedisLink:
 
     def _connect(self) -> Any:
         # One timeout a wait of the socket: a thread whose caller is gone frees itself soon after.
-        return self.url.connect(
-            socket_timeout=self.budget_s, socket_connect_timeout=self.budget_s, socket_keepalive=True
-        )
+        return self.url.connect(socket_timeout=self.budget_s, socket_connect_timeout=self.budget_s)
 
     def _start_knocking(self) -> None:
         if not (self._knocking or self._closed):

@@ -58,7 +58,10 @@ class RedisUrl:
         """
         package = redis_package()
         retry = importlib.import_module("redis.retry").Retry(importlib.import_module("redis.backoff").NoBackoff(), 0)
-        return package.Redis.from_url(self.text, **({"retry": retry, "retry_on_timeout": False} | options))
+        defaults: dict[str, Any] = {"retry": retry, "retry_on_timeout": False}
+        if not self.text.startswith("unix:"):
+            defaults["socket_keepalive"] = True
+        return package.Redis.from_url(self.text, **(defaults | options))
 
     def __str__(self) -> str:
         return self.place

@@ -2,10 +2,13 @@
 
 import logging
 import pickle
+import shutil
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 from cache.samples import make_artifact, numbered, synthetic_cubin
 from redis_server import RedisServer, free_port, redis_server, running_redis
 
+from mlaprep.kernels_cache import redis_index
 from mlaprep.kernels_cache.errors import StoreError
 from mlaprep.kernels_cache.key_files import generate_key
 from mlaprep.kernels_cache.redis import RedisStore
@@ -215,13 +219,16 @@ def test_an_index_outlives_flushes_and_expired_records(shared: RedisStore, redis
         assert [manifest.key for manifest in shared.list()] == [artifacts[2].key]
 
 
-def test_a_long_index_is_read_in_batches(shared: RedisStore, redis_server: RedisServer) -> None:
-    for number in range(1100):
+def test_a_long_index_is_read_in_batches(
+    shared: RedisStore, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_index, "_BATCH", 20)
+    for number in range(110):
         shared.publish(numbered(number))
     with store_at(redis_server.url) as fresh:
-        assert len(list(fresh.list())) == fresh.stats().entries == 1100
+        assert len(list(fresh.list())) == fresh.stats().entries == 110
         calls = fresh.redis.stats().calls
-        assert len(list(fresh.list())) == 1100
+        assert len(list(fresh.list())) == 110
         assert fresh.redis.stats().calls == calls + 1
 
 
@@ -407,6 +414,118 @@ def test_B028_a_value_beyond_the_memory_of_the_server(tmp_path: Path) -> None:
         assert 0 < len(kept) < 8
         assert store.stats().write_errors > 0
         assert store.stats().damaged == 0
+
+
+@contextmanager
+def imposter(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """Something that listens where a Redis should be; gives its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    threading.Thread(target=talk, args=(connection,), daemon=True).start()
+
+        def talk(connection: socket.socket) -> None:
+            with suppress(OSError), connection:
+                answer(connection)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def drips(connection: socket.socket) -> None:
+    """Sends a bulk string, a byte at a time, each within the time-out of a socket."""
+    connection.recv(4096)
+    connection.sendall(b"$4096\r\n")
+    for _ in range(100):
+        connection.sendall(b"x")
+        time.sleep(0.05)
+
+
+def talks_http(connection: socket.socket) -> None:
+    connection.recv(4096)
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+
+def hangs_up(connection: socket.socket) -> None:
+    connection.recv(4096)
+
+
+def is_loading(connection: socket.socket) -> None:
+    while connection.recv(4096):
+        connection.sendall(b"-LOADING Redis is loading the dataset in memory\r\n" * 8)
+
+
+def answers_nonsense(connection: socket.socket) -> None:
+    while connection.recv(4096):
+        connection.sendall(b"*2\r\n:1\r\n*0\r\n" * 64)
+
+
+@pytest.mark.parametrize("answer", [drips, talks_http, hangs_up, is_loading, answers_nonsense])
+def test_B028_something_that_is_no_good_redis(answer: Callable[[socket.socket], None]) -> None:
+    with imposter(answer) as url, store_at(url, 0.25) as store:
+        assert_goes_on_alone(store)
+        assert store.redis.stats().reason
+
+
+def test_B028_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    with store_at("redis://redis.invalid", 0.25) as store:
+        assert_goes_on_alone(store)
+
+
+def test_B028_a_resolver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ended.wait(5) and [])
+    with store_at("redis://redis.internal", 0.25) as store:
+        assert_goes_on_alone(store)
+        assert store.redis.stats().reason == "no answer within 250 ms"
+        ended.set()
+
+
+def test_B028_a_read_only_replica_is_read(redis_server: RedisServer, tmp_path: Path) -> None:
+    artifact = make_artifact()
+    with store_at(redis_server.url) as store:
+        store.publish(artifact)
+        (tmp_path / "replica").mkdir()
+        redis_server.client().config_set("repl-diskless-sync-delay", "0")
+        with running_redis(tmp_path / "replica", replicaof=f"127.0.0.1 {redis_server.port}") as replica:
+            with replica.client() as client:
+                until(lambda: client.exists(f"mlaprep:1:record:{artifact.key}"), 30)
+            with store_at(replica.url) as reader:
+                assert reader.get(artifact.key) == artifact
+                assert [manifest.key for manifest in reader.list()] == [artifact.key]
+                reader.publish(numbered(1))
+                assert "READONLY" in reader.trouble.upper()
+                assert reader.redis.is_up
+
+
+def test_a_socket_of_the_file_system(tmp_path: Path) -> None:
+    path = tmp_path / "redis.sock"
+    with running_redis(tmp_path, unixsocket=str(path)), store_at(f"unix://{path}?db=1") as store:
+        store.publish(make_artifact())
+        assert store.get(make_artifact().key) is not None
+
+
+def test_tls_is_checked_and_spoken(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    key, certificate, port = tmp_path / "key.pem", tmp_path / "certificate.pem", free_port()
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    options = {"tls_cert_file": str(certificate), "tls_key_file": str(key), "tls_auth_clients": "no"}
+    with running_redis(tmp_path, tls_port=str(port), **options):
+        with store_at(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}") as store:
+            store.publish(make_artifact())
+            assert store.get(make_artifact().key) is not None
+        with store_at(f"rediss://127.0.0.1:{port}/0", 0.25) as stranger:
+            assert_goes_on_alone(stranger)
+            assert "certificate" in stranger.redis.stats().reason
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,20 @@ def test_what_was_decided_without_redis_is_told_later(
     assert second.find(key=ONE.key) == ONE
 
 
+def test_a_lift_lifts_only_what_is_older(redis_server: RedisServer, replicas: Replicas) -> None:
+    first, second = replicas
+    first.add(ONE)
+    with redis_server.client() as client:
+        client.hset(SHARED, ONE.key, '{"lifted_at": "2020-01-01T00:00:00Z"}')
+        client.set(MARK, "another")
+        assert first.find(key=ONE.key) == ONE
+        assert second.find(key=ONE.key) == ONE  # told again
+        client.hset(SHARED, ONE.key, '{"lifted_at": "2199-01-01T00:00:00Z"}')
+        client.set(MARK, "yet another")
+    assert first.find(key=ONE.key) is None
+    assert second.find(key=ONE.key) is None
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"lifted_at": 5}', '{"lifted_at": "soon"}', '{"key": "x"}', "\xff"])
 def test_B031_damage_there_lifts_nothing_and_is_mended(
     redis_server: RedisServer, replicas: Replicas, text: str
