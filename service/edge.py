@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlaprep.service.headers import guarded
+from mlaprep.service.malformed import malformed
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
@@ -18,7 +19,7 @@ class Edge:
 
     A well-formed ``X-Request-ID`` is kept, any other is replaced; the reply carries it. HEAD runs as GET and
     loses its body, so that both have the same headers and neither builds anything. Every reply gets the headers
-    of :mod:`mlaprep.service.headers`.
+    of :mod:`mlaprep.service.headers`. A query or a Host header that cannot be read gets a 400.
 
     Args:
         methods: methods of a path, none where there is no such resource.
@@ -48,6 +49,9 @@ class Edge:
                 message = {**message, "body": b""}
             await send(message)
 
+        if (problem := malformed(scope)) is not None:
+            await problem.response()(scope, receive, reply)
+            return
         if scope["method"] == "OPTIONS" and (allowed := self._methods(scope["path"])):
             await Response(status_code=204, headers={"allow": ", ".join(allowed)})(scope, receive, reply)
             return

@@ -63,7 +63,7 @@ class PageRoute(APIRoute):
                 return await answer(request)
             except _EXPECTED as error:
                 problem = problem_of(error)
-                section = f"/{request.url.path.split('/')[1]}"
+                section = f"/{request.scope['path'].split('/')[1]}"
                 section = section if section in ("/warmups", "/misses", "/status") else "/"
                 response = page(request, section, "problem", problem.status, problem=problem)
                 response.headers.update(problem.headers)
