@@ -100,6 +100,14 @@ def test_volumes_networks_and_secrets_are_declared_and_used(compose: Document, f
     assert "/deploy/secrets/" in ignored
 
 
+def test_redis_is_reached_by_the_service_alone(compose: Document, services: dict[str, Document]) -> None:
+    assert compose["networks"]["back"] == {"internal": True}
+    on_it = {name for name, service in services.items() if "back" in service["networks"]}
+    assert on_it == {"redis", *own(services)}
+    assert services["redis"]["networks"] == ["back"]
+    assert "ports" not in services["redis"]
+
+
 def test_what_is_written_lies_on_a_volume(services: dict[str, Document], root: Path) -> None:
     cache = re.search(r"MLAPREP_CACHE_DIR=(\S+)", (root / "Dockerfile").read_text())
     assert cache

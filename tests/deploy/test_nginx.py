@@ -125,6 +125,23 @@ def test_misses_and_private_artifacts_are_not_kept(run_nginx: ProxyMaker) -> Non
     assert [reply.text for reply in got] == ["", "a", "b", "c", "c"]
 
 
+def test_a_private_artifact_is_not_kept_when_a_replica_was_passed_over(run_nginx: ProxyMaker) -> None:
+    def drains(_: bytes) -> bytes:
+        return b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+    def private(_: bytes) -> bytes:
+        return b"HTTP/1.1 200 OK\r\ncache-control: private\r\nconnection: close\r\ncontent-length: 1\r\n\r\na"
+
+    with (
+        upstream(drains) as old,
+        upstream(private) as new,
+        run_nginx(f"127.0.0.1:{old}", f"127.0.0.1:{new}") as proxy,
+        proxy.client() as http,
+    ):
+        replies = [http.get(f"/v1/artifacts/{'0' * 64}") for _ in range(4)]
+        assert {(reply.status_code, reply.headers["x-cache"]) for reply in replies} == {(200, "MISS")}
+
+
 def test_what_a_token_fetched_is_not_handed_to_a_stranger(run_service: ServerMaker, run_nginx: ProxyMaker) -> None:
     with (
         run_service(MLAPREP_READS_NEED_TOKEN="on") as server,
