@@ -13,7 +13,8 @@ from mlaprep.kernels_cache.errors import StoreError
 from mlaprep.service.errors import BuildError, InspectError
 from mlaprep.service.problems import ProblemError, problem_of
 from mlaprep.service.readiness import reasons_not_ready
-from mlaprep.service.state import service_of
+from mlaprep.service.shared import shared_document
+from mlaprep.service.state import Service, service_of
 from mlaprep.service.web.pages import render_page
 from mlaprep.templates.errors import MlaprepError
 
@@ -30,6 +31,8 @@ class Shell:
     version: str
     reasons: tuple[str, ...]
     """Why the service is not ready; empty where it is."""
+    warned: bool
+    """Whether something is wrong that keeps nothing from working."""
     read_only: bool
     needs_token: bool
     """Whether building takes a token."""
@@ -46,10 +49,17 @@ def page(request: Request, section: str, name: str, status: int = 200, **values:
         section=section,
         version=request.app.version,
         reasons=tuple(reasons_not_ready(service, draining=request.app.state.drain.began)),
+        warned=bool(service.warnings) or _is_alone(service),
         read_only=service.settings.read_only,
         needs_token=service.access.takes_tokens,
     )
     return HTMLResponse(render_page(name, shell=shell, **values), status, _HEADERS)
+
+
+def _is_alone(service: Service) -> bool:
+    """Whether there is a shared cache that is out of use, as far as is known; asks nobody."""
+    shared = shared_document(service.shared)
+    return shared is not None and shared["state"] in ("down", "refusing")
 
 
 class PageRoute(APIRoute):

@@ -178,3 +178,12 @@ def test_head_and_options_are_answered_for_pages_too(client: Client) -> None:
     head = client.request("HEAD", "/")
     assert (head.status_code, head.content, head.headers["content-type"]) == (200, b"", "text/html; charset=utf-8")
     assert client.request("OPTIONS", "/warmups").headers["allow"] == "GET, HEAD, OPTIONS"
+
+
+def test_a_shared_cache_that_is_gone_shows_on_every_page(make_client: ClientMaker) -> None:
+    client = make_client(redis_url="redis://127.0.0.1:1/0")
+    client.put(f"/v1/kernels/sm_90a/{VARIANT}")
+    assert "ready, with warnings" in client.get("/").text
+    page = client.get("/status").text
+    assert "Shared cache" in page
+    assert "shared cache down: redis://127.0.0.1:1/0" in page
