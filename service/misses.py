@@ -7,10 +7,10 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, Protocol, get_args
 
 from mlaprep.kernels_cache.files import TEMPORARY, Folder, new_name
 from mlaprep.kernels_cache.locks import LOCKS, file_lock
@@ -39,8 +39,8 @@ push out those that workers do ask for. Kernels that are known are always counte
 
 _SCHEMA: Final = 1
 _MAX_FILE_BYTES: Final = 16 * 2**20
-_MOST: Final = 2**53 - 1
-_LATEST: Final = 253_402_300_799
+MOST: Final = 2**53 - 1
+LATEST: Final = 253_402_300_799
 """The last second of the year 9999: a calendar has no later one."""
 _LOCK_TIMEOUT_S: Final = 2.0
 
@@ -66,12 +66,12 @@ class Miss:
     def plus(self, other: "Miss") -> "Miss":
         """Both together."""
         reasons = {
-            reason: min(_MOST, self.reasons.get(reason, 0) + other.reasons.get(reason, 0))
+            reason: min(MOST, self.reasons.get(reason, 0) + other.reasons.get(reason, 0))
             for reason in MISS_REASONS
             if reason in self.reasons or reason in other.reasons
         }
         return Miss(
-            min(_MOST, self.count + other.count),
+            min(MOST, self.count + other.count),
             reasons,
             min(self.first_seen, other.first_seen),
             max(self.last_seen, other.last_seen),
@@ -97,8 +97,18 @@ class MissPage:
     next: Place | None
 
 
+class MissExchange(Protocol):
+    """Where replicas tell each other of misses."""
+
+    def tell(self, new: Mapping[Name, Miss]) -> Collection[Name]:
+        """Add these to the sum over replicas; the names of those that are in it."""
+
+    def known(self) -> Mapping[Name, Miss] | None:
+        """The sum over replicas, the one seen longest ago first; None where it cannot be had."""
+
+
 class Misses:
-    """What workers lacked, of this process and of all others that share the directory.
+    """What workers lacked, of this process and of all others that share the directory, or the exchange.
 
     Each keeps what it was told in memory and adds it to one file, under a lock, at most every ``SAVE_S`` seconds.
     A file that cannot be read is no error: it is written anew. Without a directory, or with one that cannot be written,
@@ -106,11 +116,21 @@ class Misses:
 
     Args:
         folder: where the file is kept; None keeps it nowhere.
+        shared: lists show its sum in place of the file's, as long as it can be had.
         clock: Unix seconds.
     """
 
-    def __init__(self, folder: Path | None = None, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        shared: MissExchange | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._folder = folder
+        self._shared = shared
+        self._untold: dict[Name, Miss] = {}
+        """What the exchange has not been told yet."""
         self._clock = clock
         self._lock = threading.Lock()
         self._saving = threading.Lock()
@@ -137,19 +157,19 @@ class Misses:
                     ignored += 1
                     continue
                 miss = Miss(report.count, {report.reason: report.count}, now, now)
-                self._new[name] = self._new[name].plus(miss) if name in self._new else miss
+                for kept in (self._new, self._untold) if self._shared is not None else (self._new,):
+                    kept[name] = kept[name].plus(miss) if name in kept else miss
                 taken += 1
-            if taken and self._timer is None and not self._closed:
-                self._timer = threading.Timer(SAVE_S, self.save)
-                self._timer.daemon = True
-                self._timer.start()
+            if taken:
+                self._save_later()
         return taken, ignored
 
     def page(self, order: Order, limit: int, arch: Arch | None = None, after: Place | None = None) -> MissPage:
         """The first misses in an order, the largest first, behind a place."""
         self._refresh()
+        shared = None if self._shared is None else self._shared.known()
         with self._lock:
-            merged = _merged(self._known, self._new)
+            merged = _merged(self._known, self._new) if shared is None else _merged(shared, self._untold)
         wanted = None if arch is None else str(arch)
         placed = ((place_of(name, miss, order), name) for name, miss in merged.items() if wanted in (None, name[1]))
         behind = [pair for pair in placed if after is None or pair[0] > after]
@@ -161,10 +181,15 @@ class Misses:
         return MissPage(tuple(found), len(behind), first[-1][0] if len(behind) > len(first) else None)
 
     def save(self) -> None:
-        """Add what is new to the file now. What cannot be written stays in memory."""
+        """Add what is new to the file and to the exchange now. What cannot be written stays in memory."""
+        with self._lock:
+            self._timer = None
+        self._write_new()
+        self._tell()
+
+    def _write_new(self) -> None:
         with self._saving:
             with self._lock:
-                self._timer = None
                 new = dict(self._new)
             if not new:
                 return
@@ -188,6 +213,27 @@ class Misses:
         if timer is not None:
             timer.cancel()
         self.save()
+
+    def _save_later(self) -> None:
+        if self._timer is None and not self._closed:
+            self._timer = threading.Timer(SAVE_S, self.save)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _tell(self) -> None:
+        with self._lock:
+            untold = dict(self._untold)
+        if self._shared is None or not untold:
+            return
+        told = self._shared.tell(untold)
+        with self._lock:
+            self._untold = {
+                name: left
+                for name, miss in self._untold.items()
+                if (left := _without(miss, untold[name] if name in told else None)) is not None
+            }
+            if self._untold:
+                self._save_later()
 
     def _may_add(self) -> bool:
         now = time.monotonic()
@@ -312,10 +358,10 @@ def _row(row: Any) -> tuple[Name, Miss] | None:
         return None
     if not all(reason in MISS_REASONS and _is_count(count) for reason, count in reasons.items()):
         return None
-    if not (_is_count(first_seen) and _is_count(last_seen) and max(first_seen, last_seen) <= _LATEST):
+    if not (_is_count(first_seen) and _is_count(last_seen) and max(first_seen, last_seen) <= LATEST):
         return None
-    return (variant_id, arch), Miss(min(_MOST, sum(reasons.values())), reasons, first_seen, last_seen)
+    return (variant_id, arch), Miss(min(MOST, sum(reasons.values())), reasons, first_seen, last_seen)
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _MOST
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST

@@ -29,6 +29,7 @@ from mlaprep.service.jobs import Jobs
 from mlaprep.service.misses import Misses
 from mlaprep.service.settings import Settings
 from mlaprep.service.shared import installation_warnings, open_shared, with_shared
+from mlaprep.service.shared_misses import SharedMisses
 from mlaprep.service.toolchain import Toolchain, buildable_archs, conflicts
 from mlaprep.templates.arch import ARCHS, Arch
 from mlaprep.templates.errors import FieldProblem, SpecError
@@ -103,7 +104,8 @@ class Service:
         )
         warnings = (*conflicts(), *([cache_warning] if cache_warning else []), *installation_warnings(shared))
         folder = folder_of(store)
-        misses, jobs = Misses(folder), Jobs(builder, JobStore(folder))
+        misses = Misses(folder, shared=None if shared is None else SharedMisses(shared.redis))
+        jobs = Jobs(builder, JobStore(folder))
         catalog = Catalog(builder)
         return cls(
             settings,

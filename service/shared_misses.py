@@ -1,0 +1,120 @@
+"""SharedMisses: the misses of all replicas, summed in the Redis that they share.
+
+::
+
+    mlaprep:1:misses          "<arch> <variant id> <reason>" -> count
+    mlaprep:1:misses-first    "<arch> <variant id>", scored by when it was first seen
+    mlaprep:1:misses-last     the same, by when it was last seen
+"""
+
+import contextlib
+import itertools
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, Final
+
+from mlaprep.kernels_cache.errors import StoreError
+from mlaprep.kernels_cache.redis_keys import PREFIX
+from mlaprep.kernels_cache.redis_link import RedisLink
+from mlaprep.service.misses import LATEST, MAX_MISSES, MISS_REASONS, MOST, Miss, MissReason, Name
+
+COUNTS: Final = f"{PREFIX}misses"
+FIRST: Final = f"{PREFIX}misses-first"
+LAST: Final = f"{PREFIX}misses-last"
+
+_BATCH: Final = 500
+_FRESH_S: Final = 1.0
+_TRIM: Final = """
+-- KEYS: counts, first, last. ARGV: how many stay, then the reasons. Those that were lacking longest ago go.
+local over = redis.call('ZCARD', KEYS[3]) - tonumber(ARGV[1])
+if over <= 0 then return 0 end
+local gone = redis.call('ZPOPMIN', KEYS[3], over)
+for i = 1, #gone, 2 do
+  redis.call('ZREM', KEYS[2], gone[i])
+  for reason = 2, #ARGV do redis.call('HDEL', KEYS[1], gone[i] .. ' ' .. ARGV[reason]) end
+end
+return over
+"""
+
+
+class SharedMisses:
+    """The sum over replicas, behind one link. Safe to use from several threads."""
+
+    def __init__(self, link: RedisLink) -> None:
+        self._link = link
+        self._lock = threading.Lock()
+        self._read: OrderedDict[Name, Miss] = OrderedDict()
+        self._read_at = float("-inf")
+
+    def tell(self, new: Mapping[Name, Miss]) -> frozenset[Name]:
+        """Add these to the sum; the names of those that are in it. A server in trouble takes none or some.
+
+        Where it took some and could not say so, they are told again and count twice: this is a list of what to build.
+        """
+        told: set[Name] = set()
+        names = iter(new.items())
+        with contextlib.suppress(StoreError):
+            while batch := dict(itertools.islice(names, _BATCH)):
+                self._link.run(_add, batch)
+                told |= batch.keys()
+        self._read_at = float("-inf")
+        return frozenset(told)
+
+    def known(self) -> OrderedDict[Name, Miss] | None:
+        """The sum, the one seen longest ago first, a second old at most; None where the server does not answer."""
+        with self._lock:
+            if time.monotonic() - self._read_at > _FRESH_S:
+                try:
+                    self._read = _parse(*self._link.run(_fetch))
+                except StoreError:
+                    return None
+                self._read_at = time.monotonic()
+            return self._read
+
+
+def _add(client: Any, new: Mapping[Name, Miss]) -> None:
+    pipeline = client.pipeline(transaction=True)
+    for (variant_id, arch), miss in new.items():
+        member = f"{arch} {variant_id}"
+        for reason, count in miss.reasons.items():
+            pipeline.hincrby(COUNTS, f"{member} {reason}", count)
+        pipeline.zadd(FIRST, {member: miss.first_seen}, lt=True)
+        pipeline.zadd(LAST, {member: miss.last_seen}, gt=True)
+    pipeline.eval(_TRIM, 3, COUNTS, FIRST, LAST, MAX_MISSES, *MISS_REASONS)
+    pipeline.execute()
+
+
+def _fetch(client: Any) -> tuple[dict[bytes, bytes], list[tuple[bytes, float]], list[tuple[bytes, float]]]:
+    pipeline = client.pipeline(transaction=True).hgetall(COUNTS)
+    counts, first, last = pipeline.zrange(FIRST, 0, -1, withscores=True).zrange(LAST, 0, -1, withscores=True).execute()
+    return counts, first, last
+
+
+def _parse(
+    counts: Mapping[bytes, bytes], first: list[tuple[bytes, float]], last: list[tuple[bytes, float]]
+) -> OrderedDict[Name, Miss]:
+    """What makes sense of it; the rest is passed over."""
+    reasons: dict[Name, dict[MissReason, int]] = {}
+    for place, count in counts.items():
+        words = place.decode("ascii", "replace").split(" ")
+        if len(words) == 3 and words[2] in MISS_REASONS and count.isdigit() and 0 < int(count[:17]) <= MOST:
+            reasons.setdefault((words[1], words[0]), {})[words[2]] = int(count[:17])
+    began = {_name(member): _seconds(score) for member, score in first}
+    found = OrderedDict[Name, Miss]()
+    for member, score in last:
+        name, seen = _name(member), _seconds(score)
+        if name in reasons:
+            total = min(MOST, sum(reasons[name].values()))
+            found[name] = Miss(total, reasons[name], min(began.get(name, seen), seen), seen)
+    return found
+
+
+def _name(member: bytes) -> Name:
+    arch, _, variant_id = member.decode("ascii", "replace").partition(" ")
+    return variant_id, arch
+
+
+def _seconds(score: float) -> int:
+    return int(score) if 0 < score <= LATEST else 1
