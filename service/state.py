@@ -39,6 +39,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _READERS: Final = 4
+_BUILDERS: Final = 4
 
 
 @dataclass(slots=True)
@@ -67,6 +68,9 @@ class Service:
     shared: RedisStore | None = None
     reading: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_READERS))
     """Bounds the threads of calls that look at the whole store, so that kernels are handed out meanwhile."""
+    building: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_BUILDERS))
+    """Bounds the threads that look whether a kernel must be built: a thousand callers who want new ones at once stand
+    in a line of their own, and not before those who fetch what is built."""
     streams: Streams = field(default_factory=Streams)
 
     @classmethod
@@ -137,9 +141,9 @@ class Service:
 
     async def build(self, spec: KernelSpec, arch: Arch) -> Built:
         """The kernel, compiled if need be; no thread is held while it is."""
-        found = await self.find(spec, arch)
-        if found is not None:
-            return found
+        artifact = await in_thread(self.builder.get, spec, arch, limiter=self.building)
+        if artifact is not None:
+            return Built(artifact, cached=True)
         flight = self.builder.begin(spec, arch)
         return flight.settle(await asyncio.wrap_future(flight.future))
 

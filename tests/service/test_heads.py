@@ -54,9 +54,8 @@ def answered_first(first: bytes) -> Callable[[socket.socket], None]:
     return trickling(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n" + first, b"x")
 
 
-@pytest.mark.parametrize("code", [SERVE, WITH_H11], ids=["httptools", "h11"])
-def test_B053_slow_senders_are_cut_and_others_served(run_server: ServerMaker, code: str) -> None:
-    with run_server(code=code, wait=False, MLAPREP_REQUEST_TIMEOUT_S="1") as server:
+def test_B053_slow_senders_are_cut_and_others_served(run_server: ServerMaker) -> None:
+    with run_server(wait=False, MLAPREP_REQUEST_TIMEOUT_S="0.5") as server:
         head = f"{HEAD}x-a: "
         body = f"{HEAD}content-length: 5000\r\n\r\n"
         for name, send, status in (
@@ -80,7 +79,7 @@ def test_B053_slow_senders_are_cut_and_others_served(run_server: ServerMaker, co
             assert httpx.get(server.url + "/v1/presets").status_code == 200
             assert time.monotonic() - began < 1
         with httpx.Client(base_url=server.url) as kept:  # a connection that rests is no slow sender
-            for pause in (0.1, 1.5):
+            for pause in (0.1, 1.0):
                 assert kept.get("/healthz").status_code == 200
                 time.sleep(pause)
             assert kept.get("/healthz").status_code == 200

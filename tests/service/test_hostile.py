@@ -202,7 +202,7 @@ def test_B056_a_thousand_specs_at_once_are_built_or_told_to_wait(tmp_path: Path)
         for heads in range(1, 251)
         for rank in (128, 256, 384, 512)
     ]
-    queue = 16
+    queue, built = 16, KERNEL.replace("h12", "h7").replace("r512", "r64")
 
     async def put(variant: str) -> tuple[int, bytes]:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -214,29 +214,36 @@ def test_B056_a_thousand_specs_at_once_are_built_or_told_to_wait(tmp_path: Path)
             writer.close()
         return int(answer.split()[1]), answer
 
-    async def storm() -> tuple[list[tuple[int, bytes]], list[float]]:
+    async def storm() -> tuple[list[tuple[int, bytes]], dict[str, float]]:
         replies = asyncio.gather(*map(put, variants))
-        waits = []
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
-            while not replies.done():
-                began = time.monotonic()
-                assert (await http.get("/healthz")).status_code == 200
-                waits.append(time.monotonic() - began)
-                await asyncio.sleep(0.02)
-        return await replies, waits
+        longest = {}
+
+        async def watch(path: str) -> None:
+            async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
+                while not replies.done():
+                    began = time.monotonic()
+                    assert (await http.get(path)).status_code == 200
+                    longest[path] = max(longest.get(path, 0.0), time.monotonic() - began)
+                    await asyncio.sleep(0.02)
+
+        await asyncio.gather(watch("/healthz"), watch(built))
+        return await replies, longest
 
     with running_server(tmp_path, MLAPREP_COMPILE_QUEUE=str(queue), MLAPREP_COMPILE_PROCESSES="2") as server:
         assert len(set(variants)) == 1000
+        assert httpx.put(server.url + built).status_code == 201
         before = rss(server.process.pid)
-        replies, waits = asyncio.run(storm())
+        replies, longest = asyncio.run(storm())
         statuses = [status for status, _ in replies]
-        print({status: statuses.count(status) for status in set(statuses)}, f"healthz at most {max(waits):.2f} s")
+        print({status: statuses.count(status) for status in set(statuses)}, longest)
         assert set(statuses) == {201, 429}
         assert statuses.count(201) >= queue
         for status, answer in replies:
             if status == 429:
                 assert re.search(rb"\r\nretry-after: [1-9]\d*\r\n", answer, re.IGNORECASE)
-        assert max(waits) < 3  # on a machine where everything else runs too; 1 s is the goal
+        # The goal is 1 s. Where everything else runs too, what is built is at least not behind what must be built.
+        assert longest["/healthz"] < 3
+        assert longest[built] < longest["/healthz"] + 1
         assert rss(server.process.pid) - before < 48 * 2**20
         assert len(children_of(server.process.pid)) <= 2
         refused = variants[statuses.index(429)]
