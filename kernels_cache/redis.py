@@ -21,7 +21,7 @@ from mlaprep.kernels_cache.errors import ArtifactError, SharedStoreDown, SharedS
 from mlaprep.kernels_cache.key import is_digest
 from mlaprep.kernels_cache.leases import Leases, LeaseStats
 from mlaprep.kernels_cache.redis_index import RedisIndex
-from mlaprep.kernels_cache.redis_keys import INDEX, REVISION, SIZES, TTL_S, name
+from mlaprep.kernels_cache.redis_keys import BYTES, INDEX, REVISION, SIZES, TTL_S, name
 from mlaprep.kernels_cache.redis_link import LinkStats, RedisLink
 from mlaprep.kernels_cache.signing import SigningKey
 from mlaprep.kernels_cache.store import Counters, StoreStats, is_prefix, only_key, require_digests
@@ -176,7 +176,7 @@ class RedisStore:
 
     def snapshot(self) -> SharedStats:
         """Counts and states of everything here, as of now; ``entries`` and ``bytes`` as of the last look."""
-        entries, size = self._index.known()
+        entries, size = self._index.known_totals()
         return SharedStats(
             place=self.redis.url.place,
             trouble=self.trouble,
@@ -350,7 +350,7 @@ def _publish(client: Any, artifact: KernelArtifact) -> bool:
         name("blob", manifest.cubin_sha256),
         name("blob", manifest.source_sha256),
         name("holders", manifest.cubin_sha256),
-        *(INDEX, SIZES, REVISION),
+        *(INDEX, SIZES, BYTES, REVISION),
     )
     values = (manifest.to_json(), artifact.cubin, artifact.source.encode(), key, artifact.size, TTL_S)
     return bool(client.eval(scripts.PUBLISH, len(names), *names, *values))
@@ -362,7 +362,7 @@ def _replace(client: Any, record: bytes, artifact: KernelArtifact) -> None:
 
 
 def _delete(client: Any, key: str) -> bool:
-    names = [name("record", key), INDEX, SIZES, REVISION]
+    names = [name("record", key), INDEX, SIZES, BYTES, REVISION]
     record = _read_all(client, names[:1])[0]
     with contextlib.suppress(ArtifactError):
         digest = Manifest.from_json(record or b"", sealed=True).cubin_sha256

@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 from mlaprep.kernels_cache import redis_scripts as scripts
@@ -16,17 +15,10 @@ from mlaprep.kernels_cache.artifact import MAX_MANIFEST_BYTES, Manifest
 from mlaprep.kernels_cache.errors import ArtifactError, StoreError
 from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.kernels_cache.key import is_digest
-from mlaprep.kernels_cache.redis_keys import INDEX, PREFIX, REVISION, SIZES, name
+from mlaprep.kernels_cache.redis_keys import BYTES, INDEX, PREFIX, REVISION, SIZES, name
 from mlaprep.kernels_cache.redis_link import RedisLink
 
 _BATCH: Final = 500
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    manifest: Manifest | None
-    """None where it is damaged."""
-    size: int
 
 
 class RedisIndex:
@@ -34,8 +26,10 @@ class RedisIndex:
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
-        self._entries: dict[str, _Entry] = {}
+        self._manifests: dict[str, Manifest | None] = {}
+        """By key; None for one that is damaged."""
         self._revision = 0
+        self._totals = (0, 0)
         self.forget()
         forget_when_forked(self)
 
@@ -45,36 +39,34 @@ class RedisIndex:
 
     def manifests(self) -> list[Manifest]:
         """Those of all records; as far as they are known, where the server does not answer. Never raises."""
-        return [entry.manifest for entry in self._look() if entry.manifest is not None]
-
-    def totals(self) -> tuple[int, int]:
-        """How many records there are, and the bytes of their cubins and sources. Never raises."""
-        self._look()
-        return self.known()
-
-    def known(self) -> tuple[int, int]:
-        """:meth:`totals` as of the last look, without another."""
-        entries = list(self._entries.values())
-        return len(entries), sum(entry.size for entry in entries)
-
-    def _look(self) -> list[_Entry]:
         with self._lock:
             with contextlib.suppress(StoreError):
                 self._refresh()
-            return list(self._entries.values())
+            return [manifest for manifest in self._manifests.values() if manifest is not None]
+
+    def totals(self) -> tuple[int, int]:
+        """How many records are listed, and the bytes of their cubins and sources. Never raises."""
+        with contextlib.suppress(StoreError):
+            self._totals = self._link.run(_read_totals)
+        return self._totals
+
+    def known_totals(self) -> tuple[int, int]:
+        """:meth:`totals` as of the last look, without another."""
+        return self._totals
 
     def _refresh(self) -> None:
         """Raises StoreError half way: what was read until then counts."""
         revision, number = self._link.run(_read_revision)
         if revision < self._revision:  # another server, or one that went back to a copy
-            self._entries, self._revision = {}, 0
+            self._manifests, self._revision = {}, 0
         if revision != self._revision:
             self._read_above(self._revision)
-            revision, number = self._link.run(_read_revision)
-        if number != len(self._entries):  # some have gone
+            self._revision = max(self._revision, revision)  # the latest change may have been a removal
+            number = self._link.run(_read_revision)[1]
+        if number != len(self._manifests):  # some have gone
             listed = set(self._link.run(_list_keys))
-            self._entries = {key: entry for key, entry in self._entries.items() if key in listed}
-            if missed := listed.difference(self._entries):
+            self._manifests = {key: known for key, known in self._manifests.items() if key in listed}
+            if missed := listed.difference(self._manifests):
                 self._read(sorted(missed))
 
     def _read_above(self, revision: int) -> None:
@@ -87,13 +79,13 @@ class RedisIndex:
 
     def _read(self, keys: list[str]) -> None:
         for batch in _batches(keys):
-            pairs = self._link.run(_read_records, batch)
+            texts = self._link.run(_read_records, batch)
             expired = []
-            for key, (text, size) in zip(batch, pairs, strict=True):
+            for key, text in zip(batch, texts, strict=True):
                 if text:
-                    self._entries[key] = _Entry(_parse(text, key), size)
+                    self._manifests[key] = _parse(text, key)
                 else:
-                    self._entries.pop(key, None)
+                    self._manifests.pop(key, None)
                     expired.append(key)
             if expired:
                 self._link.run(_forget, expired)
@@ -120,21 +112,22 @@ def _list_keys(client: Any) -> list[str]:
     return [key for key in keys if is_digest(key)]
 
 
-def _read_records(client: Any, keys: list[str]) -> list[tuple[bytes, int]]:
-    """Text and size of each; no text where there is no record, or something that is none."""
+def _read_totals(client: Any) -> tuple[int, int]:
+    number, size = client.pipeline(transaction=True).zcard(INDEX).get(BYTES).execute()
+    return int(number), int(size) if size and size.isdigit() else 0
+
+
+def _read_records(client: Any, keys: list[str]) -> list[bytes]:
+    """The text of each; empty where there is no record, something else where it is none."""
     pipeline = client.pipeline(transaction=False)
     for key in keys:
         pipeline.getrange(name("record", key), 0, MAX_MANIFEST_BYTES)
-    pipeline.hmget(SIZES, keys)
-    *texts, sizes = pipeline.execute(raise_on_error=False)
-    if isinstance(sizes, Exception):
-        raise sizes
-    read = [b"?" if isinstance(text, Exception) else text for text in texts]
-    return [(text, int(size) if size and size.isdigit() else 0) for text, size in zip(read, sizes, strict=True)]
+    return [b"?" if isinstance(text, Exception) else text for text in pipeline.execute(raise_on_error=False)]
 
 
 def _forget(client: Any, keys: list[str]) -> int:
-    gone: int = client.eval(scripts.FORGET, 3, INDEX, SIZES, REVISION, f"{PREFIX}record:", *keys)
+    names = (INDEX, SIZES, BYTES, REVISION)
+    gone: int = client.eval(scripts.FORGET, len(names), *names, f"{PREFIX}record:", *keys)
     return gone
 
 

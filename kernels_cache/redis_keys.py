@@ -9,6 +9,7 @@
     mlaprep:1:lease:<key>        token of whoever compiles it now
     mlaprep:1:index              keys, scored by the revision that added them
     mlaprep:1:sizes              key -> bytes of cubin and source
+    mlaprep:1:bytes              their sum
     mlaprep:1:revision           grows with every record that comes or goes
 
 Only digests of 64 hexadecimal digits are ever put behind a prefix.
@@ -24,6 +25,7 @@ TTL_S: Final = 30 * 86400
 PREFIX: Final = f"mlaprep:{SCHEMA}:"
 INDEX: Final = f"{PREFIX}index"
 SIZES: Final = f"{PREFIX}sizes"
+BYTES: Final = f"{PREFIX}bytes"
 REVISION: Final = f"{PREFIX}revision"
 
 

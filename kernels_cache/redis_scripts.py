@@ -13,18 +13,28 @@ local function bump(revision)
 end
 """
 
+_RESIZE: Final = """
+local function resize(sizes, total, key, size)
+  local change = size - (tonumber(redis.call('HGET', sizes, key)) or 0)
+  if size > 0 then redis.call('HSET', sizes, key, size) else redis.call('HDEL', sizes, key) end
+  redis.call('INCRBY', total, change)
+end
+"""
+
 PUBLISH: Final = (
     _BUMP
+    + _RESIZE
     + """
--- KEYS: record, cubin, source, holders, index, sizes, revision. ARGV: manifest, cubin, source, key, size, seconds.
+-- KEYS: record, cubin, source, holders, index, sizes, total, revision.
+-- ARGV: manifest, cubin, source, key, size, seconds.
 -- The record comes last: whoever sees it sees its blobs.
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
 redis.call('SET', KEYS[2], ARGV[2], 'EX', ARGV[6])
 redis.call('SET', KEYS[3], ARGV[3], 'EX', ARGV[6])
 redis.call('SADD', KEYS[4], ARGV[4])
 redis.call('EXPIRE', KEYS[4], ARGV[6])
-redis.call('HSET', KEYS[6], ARGV[4], ARGV[5])
-redis.call('ZADD', KEYS[5], bump(KEYS[7]), ARGV[4])
+resize(KEYS[6], KEYS[7], ARGV[4], tonumber(ARGV[5]))
+redis.call('ZADD', KEYS[5], bump(KEYS[8]), ARGV[4])
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[6])
 return 1
 """
@@ -45,13 +55,14 @@ return 1
 
 DELETE: Final = (
     _BUMP
+    + _RESIZE
     + """
--- KEYS: record, index, sizes, revision, then holders and blob of the cubin if that is known. ARGV: key.
+-- KEYS: record, index, sizes, total, revision, then holders and blob of the cubin if that is known. ARGV: key.
 local gone = redis.call('DEL', KEYS[1])
-redis.call('HDEL', KEYS[3], ARGV[1])
-if redis.call('ZREM', KEYS[2], ARGV[1]) == 1 then bump(KEYS[4]) end
-if KEYS[5] and redis.pcall('SREM', KEYS[5], ARGV[1]) and redis.pcall('SCARD', KEYS[5]) == 0 then
-  redis.call('DEL', KEYS[6])
+resize(KEYS[3], KEYS[4], ARGV[1], 0)
+if redis.call('ZREM', KEYS[2], ARGV[1]) == 1 then bump(KEYS[5]) end
+if KEYS[6] and redis.pcall('SREM', KEYS[6], ARGV[1]) and redis.pcall('SCARD', KEYS[6]) == 0 then
+  redis.call('DEL', KEYS[7])
 end
 return gone
 """
@@ -70,16 +81,17 @@ return gone
 
 FORGET: Final = (
     _BUMP
+    + _RESIZE
     + """
--- KEYS: index, sizes, revision. ARGV: prefix of records, then keys. Takes out of the index what has expired.
+-- KEYS: index, sizes, total, revision. ARGV: prefix of records, then keys. Takes out of the index what has expired.
 local gone = 0
 for i = 2, #ARGV do
   if redis.call('EXISTS', ARGV[1] .. ARGV[i]) == 0 then
-    redis.call('HDEL', KEYS[2], ARGV[i])
+    resize(KEYS[2], KEYS[3], ARGV[i], 0)
     gone = gone + redis.call('ZREM', KEYS[1], ARGV[i])
   end
 end
-if gone > 0 then bump(KEYS[3]) end
+if gone > 0 then bump(KEYS[4]) end
 return gone
 """
 )

@@ -219,6 +219,36 @@ def test_an_index_outlives_flushes_and_expired_records(shared: RedisStore, redis
         assert [manifest.key for manifest in shared.list()] == [artifacts[2].key]
 
 
+def test_a_list_is_one_round_trip_after_a_removal_too(shared: RedisStore, redis_server: RedisServer) -> None:
+    artifacts = [numbered(number) for number in range(3)]
+    for artifact in artifacts:
+        shared.publish(artifact)
+    assert len(list(shared.list())) == 3
+    for gone in (artifacts[2], artifacts[0]):
+        shared.delete(gone.key)
+        assert gone.key not in {manifest.key for manifest in shared.list()}
+        calls = shared.redis.stats().calls
+        assert list(shared.list())
+        assert shared.redis.stats().calls == calls + 1
+
+
+def test_sizes_stay_right_over_damage_and_removal(shared: RedisStore, redis_server: RedisServer) -> None:
+    one, other = numbered(1), make_artifact("// a longer source\n" * 50)
+    for artifact in (one, other, one):
+        shared.publish(artifact)
+    with redis_server.client() as client:
+        client.set(f"mlaprep:1:blob:{one.digest}", b"damaged")
+        assert shared.get(one.key) is None
+        shared.publish(one)
+        assert (shared.stats().entries, shared.stats().bytes) == (2, one.size + other.size)
+        client.delete(f"mlaprep:1:record:{other.key}")
+        with store_at(redis_server.url) as fresh:
+            assert len(list(fresh.list())) == 1
+            assert (fresh.stats().entries, fresh.stats().bytes) == (1, one.size)
+    shared.delete(one.key)
+    assert (shared.stats().entries, shared.stats().bytes) == (0, 0)
+
+
 def test_a_long_index_is_read_in_batches(
     shared: RedisStore, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

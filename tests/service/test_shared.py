@@ -89,6 +89,25 @@ def test_a_revocation_reaches_every_replica(
     assert first.put(PATH).status_code in (200, 201)
 
 
+@pytest.mark.parametrize("kind", ["record", "blob"])
+def test_B031_damage_in_redis_is_built_anew_and_counted(
+    make_replica: Any, redis_server: RedisServer, kind: str
+) -> None:
+    built = make_replica(redis_server.url).put(PATH, params={"inline": "true"}).json()
+    with redis_server.client() as client:
+        for place in client.keys(f"mlaprep:1:{kind}:*"):
+            data = client.get(place)
+            client.set(place, data[:200] + bytes([data[200] ^ 4]) + data[201:])
+    second = make_replica(redis_server.url)
+    assert second.get(PATH).status_code == 404
+    again = second.put(PATH, params={"inline": "true"})
+    assert again.status_code == 201
+    assert again.json()["cubin_base64"] == built["cubin_base64"]
+    shared = second.get("/readyz").json()["shared"]
+    assert (shared["damaged"], shared["state"]) == (1, "up")
+    assert make_replica(redis_server.url).get(PATH).status_code == 200
+
+
 def test_B028_readyz_tells_of_a_redis_that_is_down_and_of_one_that_is_back(
     make_replica: Any, redis_server: RedisServer
 ) -> None:
