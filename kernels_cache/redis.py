@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, TypeVarTuple
@@ -109,16 +109,19 @@ class RedisStore:
         return None if held is None else held.artifact
 
     def get_blob(self, digest: str) -> bytes | None:
-        if not is_digest(digest):
-            return None
-        keys: list[bytes] = []
-        with contextlib.suppress(StoreError):
-            keys = self.redis.run(lambda client: client.srandmember(name("holders", digest), _ATTEMPTS))
-        for key in keys:
-            held = self._look_up(key.decode("ascii", "replace"))
+        for key in self.keys_of(digest):
+            held = self._look_up(key)
             if held is not None and held.artifact.digest == digest:
                 return held.artifact.cubin
         return None
+
+    def keys_of(self, digest: str) -> Sequence[str]:
+        """Some keys that this cubin was published under: hints. Never raises."""
+        keys: Sequence[bytes] = ()
+        if is_digest(digest):
+            with contextlib.suppress(StoreError):
+                keys = self.redis.run(_pick_holders, digest)
+        return [key.decode("ascii", "replace") for key in keys]
 
     def find_blob(self, prefix: str) -> str | None:
         if not is_prefix(prefix):
@@ -143,10 +146,10 @@ class RedisStore:
     def resolve(self, request: str) -> str | None:
         if not is_digest(request):
             return None
-        key = b""
+        key: bytes | None = None
         with contextlib.suppress(StoreError):
-            key = self.redis.run(lambda client: client.getrange(name("link", request), 0, 64))
-        text = key.decode("ascii", "replace")
+            (key,) = self.redis.run(_read_all, [name("link", request)])
+        text = (key or b"").decode("ascii", "replace")
         return text if is_digest(text) else None
 
     def list(self, arch: str | None = None) -> Iterator[Manifest]:
@@ -291,6 +294,11 @@ class RedisStore:
         return self.redis.run(_delete, key)
 
 
+def _pick_holders(client: Any, digest: str) -> Sequence[bytes]:
+    keys: Sequence[bytes] = client.srandmember(name("holders", digest), _ATTEMPTS)
+    return keys
+
+
 def _fetch(client: Any, key: str) -> _Raw:
     """A record and its blobs, as they stand."""
     record = _read_all(client, [name("record", key)])[0]
@@ -302,18 +310,17 @@ def _fetch(client: Any, key: str) -> _Raw:
         manifest = Manifest.from_json(record, sealed=True)
     except ArtifactError as damage:
         return _Raw(record, damage=damage)
-    cubin, source = _read_all(
-        client, [name("blob", digest) for digest in (manifest.cubin_sha256, manifest.source_sha256)]
-    )
+    blobs = [name("blob", digest) for digest in (manifest.cubin_sha256, manifest.source_sha256)]
+    cubin, source = _read_all(client, blobs, name("holders", manifest.cubin_sha256))
     return _Raw(record, manifest, cubin, source)
 
 
-def _read_all(client: Any, names: list[str]) -> list[bytes | None]:
-    """Bytes by name, b"" where there are none and None for another type; they stay for longer."""
+def _read_all(client: Any, names: list[str], *kept: str) -> list[bytes | None]:
+    """Bytes by name, b"" where there are none and None for another type; they, and ``kept``, stay for longer."""
     pipeline = client.pipeline(transaction=False)
     for each in names:
         pipeline.getrange(each, 0, _LARGEST)
-    for each in names:
+    for each in (*names, *kept):
         pipeline.expire(each, TTL_S)  # a server that cannot write still reads
     answers = pipeline.execute(raise_on_error=False)[: len(names)]
     for answer in answers:

@@ -1,6 +1,7 @@
 """Shared: the service's part in a Redis that replicas share, as the settings have it."""
 
 import os
+from collections.abc import Sequence
 from typing import Any, Final
 
 from mlaprep.kernels_cache.errors import SigningError, StoreError
@@ -40,11 +41,35 @@ def open_shared(settings: Settings, signing_key: SigningKey | None) -> RedisStor
     return RedisStore(RedisLink(url, settings.redis_timeout_s), sign=signing_key, trust=trust)
 
 
+class SharedTiers(TieredStore):
+    """Tiers of this machine with the shared one below them.
+
+    What is asked for by its digest is kept above too: behind a load balancer half of all fetches would go to Redis.
+    """
+
+    def __init__(self, own: Sequence[KernelStore], shared: RedisStore) -> None:
+        super().__init__([*own, shared])
+        self._own, self._shared = tuple(own), shared
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._own, self._shared)
+
+    def get_blob(self, digest: str) -> bytes | None:
+        for tier in self._own:
+            if (blob := tier.get_blob(digest)) is not None:
+                return blob
+        for key in self._shared.keys_of(digest):
+            artifact = self.get(key)
+            if artifact is not None and artifact.digest == digest:
+                return artifact.cubin
+        return None
+
+
 def with_shared(store: KernelStore, shared: RedisStore | None) -> KernelStore:
     """A store with the shared tier below its own."""
     if shared is None:
         return store
-    return TieredStore([*(store.tiers if isinstance(store, TieredStore) else [store]), shared])
+    return SharedTiers(store.tiers if isinstance(store, TieredStore) else [store], shared)
 
 
 def installation_warnings(shared: RedisStore | None) -> tuple[str, ...]:

@@ -219,6 +219,21 @@ def test_an_index_outlives_flushes_and_expired_records(shared: RedisStore, redis
         assert [manifest.key for manifest in shared.list()] == [artifacts[2].key]
 
 
+def test_what_is_read_stays_for_longer(shared: RedisStore, redis_server: RedisServer) -> None:
+    artifact = make_artifact()
+    shared.publish(artifact)
+    shared.link("1" * 64, artifact.key)
+    with redis_server.client() as client:
+        places = [place for kind in ("record", "blob", "holders", "link") for place in names(redis_server, kind)]
+        assert len(places) == 5
+        for place in places:
+            assert 0 < client.ttl(place) <= 30 * 86400
+            client.expire(place, 60)
+        assert shared.get(artifact.key) == artifact
+        assert shared.resolve("1" * 64) == artifact.key
+        assert all(client.ttl(place) > 86400 for place in places)
+
+
 def test_a_list_is_one_round_trip_after_a_removal_too(shared: RedisStore, redis_server: RedisServer) -> None:
     artifacts = [numbered(number) for number in range(3)]
     for artifact in artifacts:

@@ -68,6 +68,7 @@ def test_a_replica_serves_what_another_built(make_replica: Any, redis_server: Re
     assert blob.headers["etag"] == f'"{digest}"'
     redis_server.kill()
     assert second.get(PATH).status_code == 200  # it was kept there too
+    assert third.get(f"/v1/artifacts/{digest}").content == blob.content
     listed = second.get("/v1/variants", params={"state": "built"}).json()
     assert [variant["variant_id"] for variant in listed["variants"]] == [PATH.rpartition("/")[2]]
 
