@@ -21,6 +21,7 @@ from mlaprep.service.edge import Edge
 from mlaprep.service.overload import Load, OverloadGate
 from mlaprep.service.routes import (
     artifacts,
+    builds,
     dashboard,
     documentation,
     health,
@@ -40,6 +41,7 @@ from mlaprep.service.state import Service
 _ROUTERS: Final = (
     kernels.router,
     inspection.router,
+    builds.router,
     artifacts.router,
     variants.router,
     vocabulary.router,
