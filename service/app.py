@@ -18,10 +18,10 @@ from mlaprep.service.body import BodyLimit
 from mlaprep.service.compiler import Compiler
 from mlaprep.service.drain import Drain, DrainGate
 from mlaprep.service.edge import Edge
+from mlaprep.service.hot_artifacts import HOT_BYTES, HotArtifacts
 from mlaprep.service.overload import Load, OverloadGate
 from mlaprep.service.routes import (
     artifacts,
-    builds,
     dashboard,
     documentation,
     health,
@@ -41,7 +41,6 @@ from mlaprep.service.state import Service
 _ROUTERS: Final = (
     kernels.router,
     inspection.router,
-    builds.router,
     artifacts.router,
     variants.router,
     vocabulary.router,
@@ -95,6 +94,8 @@ def create_app(
         docs_url=None,  # the framework's pages load scripts from elsewhere; ours is in routes.reference
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the Host header of whoever asked
+        # Asking the environment for providers of telemetry takes 33 µs a request, as long as all of uvicorn.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.service = service
     drain = app.state.drain = Drain()
@@ -104,6 +105,7 @@ def create_app(
     app.add_middleware(
         BodyLimit, max_bytes=service.settings.max_body_bytes, timeout_s=service.settings.request_timeout_s
     )
+    app.add_middleware(HotArtifacts, max_bytes=min(HOT_BYTES, service.settings.memory_max_bytes))
     app.add_middleware(OverloadGate, load=load)
     app.add_middleware(DrainGate, drain=drain)
     app.add_middleware(Edge, methods=_methods_of)

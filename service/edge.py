@@ -1,7 +1,7 @@
 """Edge: what every request meets first. Request ids, HEAD for every GET, OPTIONS, headers for browsers."""
 
+import os
 import re
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -11,7 +11,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlaprep.service.headers import guarded
 from mlaprep.service.malformed import malformed
 
-_CONNECTION_GONE: Final = re.compile(r"state(=| is )(MUST_CLOSE|CLOSED|ERROR)\b|handler is closed|transport is closed")
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
@@ -48,13 +47,7 @@ class Edge:
                 message = {**message, "headers": headers}
             elif head and message["type"] == "http.response.body":
                 message = {**message, "body": b""}
-            try:
-                await send(message)
-            except Exception as error:
-                # uvicorn refuses what is sent after a connection that it has closed itself, for one because more came
-                # on it that is no request. Whoever is to read the reply is gone; that is no fault of the service.
-                if not _CONNECTION_GONE.search(str(error)):
-                    raise
+            await send(message)
 
         if (problem := malformed(scope)) is not None:
             await problem.response()(scope, receive, reply)
@@ -69,4 +62,4 @@ def _request_id(scope: Scope) -> bytes:
     given = [value for name, value in scope["headers"] if name == b"x-request-id"]
     if len(given) == 1 and _REQUEST_ID.fullmatch(given[0]):
         return bytes(given[0])
-    return uuid.uuid4().hex.encode()
+    return os.urandom(16).hex().encode()

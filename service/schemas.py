@@ -23,13 +23,11 @@ DIGEST: Final = "3f0a" * 16
 KEY: Final = "9674" * 16
 
 
-class Reply(BaseModel):
-    """What every reply has in common."""
-
+class _Reply(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class ManifestReply(Reply):
+class ManifestReply(_Reply):
     """What is known of one compiled kernel."""
 
     schema_: int = Field(alias="schema", examples=[SCHEMA])
@@ -60,7 +58,7 @@ class ManifestReply(Reply):
     )
 
 
-class KernelReply(Reply):
+class KernelReply(_Reply):
     """A built kernel."""
 
     manifest: ManifestReply
@@ -69,7 +67,7 @@ class KernelReply(Reply):
     source: str | None = Field(None, description="with ?inline=true: the CUDA source it was compiled from")
 
 
-class ResourcesReply(Reply):
+class ResourcesReply(_Reply):
     """What a kernel takes, read off its cubin."""
 
     variant_id: str = Field(examples=[VARIANT_ID])
@@ -89,7 +87,7 @@ class ResourcesReply(Reply):
     )
 
 
-class VariantArchReply(Reply):
+class VariantArchReply(_Reply):
     """One variant on one architecture. Sizes and digests are null until it is built."""
 
     arch: str = Field(examples=[str(ARCH)])
@@ -108,7 +106,7 @@ class VariantArchReply(Reply):
     last_use: str | None = Field(description="when it last did, UTC", examples=["2026-01-31T12:00:01Z"])
 
 
-class VariantReply(Reply):
+class VariantReply(_Reply):
     """One variant."""
 
     variant_id: str = Field(examples=[VARIANT_ID])
@@ -117,7 +115,7 @@ class VariantReply(Reply):
     archs: list[VariantArchReply]
 
 
-class VariantsReply(Reply):
+class VariantsReply(_Reply):
     """One page of variants."""
 
     variants: list[VariantReply]
@@ -125,7 +123,7 @@ class VariantsReply(Reply):
     next_cursor: str | None = Field(description="cursor of the next page, if there is one", examples=[None])
 
 
-class MissReply(Reply):
+class MissReply(_Reply):
     """A kernel that workers asked for and lacked."""
 
     variant_id: str = Field(examples=[VARIANT_ID])
@@ -138,7 +136,7 @@ class MissReply(Reply):
     last_seen: str = Field(description="UTC", examples=["2026-01-31T12:00:07Z"])
 
 
-class MissesReply(Reply):
+class MissesReply(_Reply):
     """One page of misses."""
 
     misses: list[MissReply]
@@ -146,14 +144,14 @@ class MissesReply(Reply):
     next_cursor: str | None = Field(description="cursor of the next page, if there is one", examples=[None])
 
 
-class MissesRecordedReply(Reply):
+class MissesRecordedReply(_Reply):
     """What became of a report."""
 
     recorded: int = Field(description="entries that were counted", examples=[1])
     ignored: int = Field(description="entries for kernels not known yet, of which there were too many", examples=[0])
 
 
-class RevocationReply(Reply):
+class RevocationReply(_Reply):
     """A kernel that must not be used."""
 
     key: str = Field(description="not built again", pattern="^[0-9a-f]{64}$", examples=[KEY])
@@ -164,19 +162,19 @@ class RevocationReply(Reply):
     revoked_at: str = Field(description="UTC", examples=["2026-01-31T12:00:00Z"])
 
 
-class RevokedReply(Reply):
+class RevokedReply(_Reply):
     """What a revocation came to."""
 
     revocation: RevocationReply
 
 
-class RevocationsReply(Reply):
+class RevocationsReply(_Reply):
     """Everything that is revoked."""
 
     revocations: list[RevocationReply]
 
 
-class JobFailureReply(Reply):
+class JobFailureReply(_Reply):
     """A kernel that a warm-up could not build."""
 
     variant_id: str = Field(examples=[VARIANT_ID])
@@ -184,7 +182,7 @@ class JobFailureReply(Reply):
     detail: str = Field(examples=["the compiler took longer than 30 s"])
 
 
-class WarmupReply(Reply):
+class WarmupReply(_Reply):
     """A warm-up job and how far it is."""
 
     id: str = Field(description="names the job", examples=["0f3a6c1d2b4e5f60"])
@@ -206,13 +204,13 @@ class WarmupReply(Reply):
     )
 
 
-class WarmupsReply(Reply):
+class WarmupsReply(_Reply):
     """Warm-up jobs, the latest first."""
 
     warmups: list[WarmupReply]
 
 
-class PresetVariantReply(Reply):
+class PresetVariantReply(_Reply):
     """The default variant of a preset at one tensor-parallel degree."""
 
     tp: int = Field(examples=[8])
@@ -220,7 +218,7 @@ class PresetVariantReply(Reply):
     variant_id: str = Field(examples=[VARIANT_ID])
 
 
-class PresetReply(Reply):
+class PresetReply(_Reply):
     """What a model's public configuration says of its MLA layers."""
 
     name: str = Field(examples=["kimi-k3"])
@@ -232,13 +230,13 @@ class PresetReply(Reply):
     variants: list[PresetVariantReply]
 
 
-class PresetsReply(Reply):
+class PresetsReply(_Reply):
     """Every known model."""
 
     presets: list[PresetReply]
 
 
-class ArchReply(Reply):
+class ArchReply(_Reply):
     """One architecture."""
 
     name: str = Field(examples=[str(ARCH)])
@@ -248,20 +246,20 @@ class ArchReply(Reply):
     buildable: bool | None = Field(description="whether this NVRTC builds it; null where no compiler runs")
 
 
-class ArchsReply(Reply):
+class ArchsReply(_Reply):
     """Every known architecture."""
 
     nvrtc_version: str | None = Field(examples=["12.9.86"])
     archs: list[ArchReply]
 
 
-class HealthReply(Reply):
+class HealthReply(_Reply):
     """The process answers."""
 
     status: Literal["ok"] = Field(examples=["ok"])
 
 
-class CompilerReply(Reply):
+class CompilerReply(_Reply):
     """The compile processes."""
 
     status: Literal["idle", "starting", "ready", "unavailable", "closed"] = Field(examples=["ready"])
@@ -272,7 +270,7 @@ class CompilerReply(Reply):
     queued: int = Field(examples=[0])
 
 
-class StoreReply(Reply):
+class StoreReply(_Reply):
     """The kernel store's counters since start, and what it holds."""
 
     hits: int = Field(examples=[40])
@@ -286,7 +284,7 @@ class StoreReply(Reply):
     bytes: int = Field(examples=[398000])
 
 
-class CountersReply(Reply):
+class CountersReply(_Reply):
     """What this process did since it started."""
 
     hits: int = Field(examples=[40])
@@ -301,7 +299,7 @@ class CountersReply(Reply):
     timeouts: int = Field(examples=[0])
 
 
-class SharedReply(Reply):
+class SharedReply(_Reply):
     """The Redis that replicas share, as this process sees it; counts since start."""
 
     state: str = Field(description="up, down, refusing (it keeps nothing new) or closed", examples=["up"])
@@ -320,7 +318,7 @@ class SharedReply(Reply):
     lease_waits: int = Field(description="keys that another replica held", examples=[0])
 
 
-class ReadyReply(Reply):
+class ReadyReply(_Reply):
     """Whether this process can do its work, and why not."""
 
     ready: bool = Field(examples=[True])
@@ -334,7 +332,7 @@ class ReadyReply(Reply):
     counters: CountersReply
 
 
-class FieldProblemReply(Reply):
+class FieldProblemReply(_Reply):
     """One field at fault."""
 
     field: str = Field(examples=["num_heads"])
@@ -342,7 +340,7 @@ class FieldProblemReply(Reply):
     allowed: str = Field(examples=["an integer from 1 to 256"])
 
 
-class ProblemReply(Reply):
+class ProblemReply(_Reply):
     """Problem details, RFC 9457."""
 
     type: str = Field(examples=["urn:mlaprep:problem:invalid-spec"])
