@@ -100,6 +100,11 @@ class RedisStore:
         """Whether what is published here is read here too: not where keys are pinned and its own is none of them."""
         return self._trust is None or (self._sign is not None and self._sign.public in self._trust.keys)
 
+    @property
+    def pins(self) -> bool:
+        """Whether only what pinned keys signed is read."""
+        return self._trust is not None
+
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _remade, (type(self), self.redis, self._sign, self._trust)
 

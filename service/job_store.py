@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, Protocol, get_args
 
 from mlaprep.kernels_cache.files import TEMPORARY, Folder, new_name
 from mlaprep.kernels_cache.strict_json import parse_strict
@@ -68,6 +68,8 @@ class WarmupJob:
     updated_at: float = 0.0
     revision: int = 0
     """Grows with every change."""
+    note: str = field(default="", compare=False)
+    """What it waits for, as its reader was told; not kept."""
     owner: str = field(default="", compare=False)
 
     @property
@@ -95,6 +97,7 @@ class WarmupJob:
             "finished_at": None if self.finished_at is None else _utc(self.finished_at),
             "eta_s": None if eta is None else round(eta, 1),
             "failures": [dataclasses.asdict(failure) for failure in self.failures],
+            "note": self.note,
         }
         return told | {"plan": self.plan} if with_plan else told
 
@@ -103,6 +106,12 @@ class WarmupJob:
         if self.state != "running" or self.started_at is None or not self.done:
             return None
         return (self.total - self.done) * max(0.0, now - self.started_at) / self.done
+
+
+class JobRecords(Protocol):
+    """Where a job is kept while it runs."""
+
+    def put(self, job: WarmupJob) -> WarmupJob: ...
 
 
 class JobStore:
@@ -137,7 +146,7 @@ class JobStore:
         if own is not None and (self._root is None or not own.finished):
             return own
         with contextlib.suppress(OSError), self._folder() as folder:
-            return _settled(_decode(folder.read(f"{job_id}.json", _MAX_FILE_BYTES)), self.owner)
+            return _settled(decode_job(folder.read(f"{job_id}.json", _MAX_FILE_BYTES)), self.owner)
         return own
 
     def list(self) -> list[WarmupJob]:
@@ -176,7 +185,7 @@ class JobStore:
         try:
             with Folder.at(root) as base, base.make(TEMPORARY) as temporary, base.make(JOBS) as folder:
                 try:
-                    temporary.write(name, _encode(job), sync=job.finished)
+                    temporary.write(name, encode_job(job), sync=job.finished)
                     temporary.move(name, folder, f"{job.id}.json")
                 except OSError:
                     with contextlib.suppress(OSError):
@@ -234,11 +243,14 @@ def _settled(job: WarmupJob | None, reader: str) -> WarmupJob | None:
     return job if alive else dataclasses.replace(job, state="interrupted", revision=job.revision + 1)
 
 
-def _encode(job: WarmupJob) -> bytes:
-    return json.dumps({"schema": _SCHEMA} | dataclasses.asdict(job), separators=(",", ":")).encode()
+def encode_job(job: WarmupJob) -> bytes:
+    """A job as it is kept."""
+    document = {"schema": _SCHEMA} | dataclasses.asdict(job)
+    del document["note"]
+    return json.dumps(document, separators=(",", ":")).encode()
 
 
-def _decode(data: bytes) -> WarmupJob | None:
+def decode_job(data: bytes) -> WarmupJob | None:
     """A job from its file; None for one that makes no sense."""
     try:
         document = parse_strict(data, max_bytes=_MAX_FILE_BYTES)

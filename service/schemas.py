@@ -197,6 +197,7 @@ class WarmupReply(_Reply):
     finished_at: str | None = Field(examples=[None])
     eta_s: float | None = Field(description="seconds left at the pace so far", examples=[1.4])
     failures: list[JobFailureReply] = Field(description="the first of them", examples=[[]])
+    note: str = Field(description="what it waits for, such as a worker", examples=[""])
     plan: dict[str, Any] | None = Field(
         default=None,
         description="the plan, every kernel spelled out; not in lists",
