@@ -19,6 +19,7 @@ from mlaprep.service.drain import Drain
 from mlaprep.service.errors import ListenError
 from mlaprep.service.heads import bounded_heads
 from mlaprep.service.settings import Settings, read_settings
+from mlaprep.service.unread import bounded_replies
 
 LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -123,7 +124,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         log_seldom(asyncio.get_running_loop())
-        bounded = bounded_heads(self.config.http_protocol_class, self._request_timeout_s)
+        bounded = bounded_replies(self.config.http_protocol_class, self._request_timeout_s)
+        bounded = bounded_heads(bounded, self._request_timeout_s)
         protocol = refuse_beyond(self._connections + ANSWERED_BEYOND, bounded)
         self.config.http_protocol_class = protocol  # type: ignore[assignment]  # only ever called
         await super().startup(sockets)

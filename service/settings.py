@@ -124,7 +124,8 @@ class Settings(BaseSettings):
         default=20.0,
         gt=0,
         le=3600,
-        description="seconds that the head of a request may take to come in, and its body as many; then it is cut",
+        description="seconds that the head of a request may take to come in, its body as many, and a client that reads "
+        "nothing of a reply as many; then it is cut",
     )
     max_connections: int = Field(default=2048, ge=1, description="connections and requests at once; more get a 503")
     shutdown_grace_s: int = Field(

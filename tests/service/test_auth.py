@@ -180,6 +180,23 @@ def test_a_file_edited_in_place_holds_from_the_next_request_on(tmp_path: Path) -
     assert file.tokens() == (one,)
 
 
+def test_a_mounted_secret_holds_as_soon_as_it_is_swapped(make_client: ClientMaker, tmp_path: Path) -> None:
+    """As kubelet does it: the file is a link into a folder that is a link, and the latter is replaced."""
+    (old, first), (new, second) = make_token("ci", "build"), make_token("ci", "build")
+    for number, token in enumerate((first, second)):
+        (tmp_path / str(number)).mkdir()
+        write(tmp_path / str(number) / "tokens", token.line())
+    (tmp_path / "..data").symlink_to("0")
+    (tmp_path / "tokens").symlink_to("..data/tokens")
+    client = make_client(tokens_file=tmp_path / "tokens")
+    for secret, status in ((old, 201), (new, 401)):
+        assert client.put(KERNEL, headers=bearer(secret)).status_code == status
+    (tmp_path / "..next").symlink_to("1")
+    (tmp_path / "..next").rename(tmp_path / "..data")
+    for secret, status in ((old, 401), (new, 200)):
+        assert client.put(KERNEL, headers=bearer(secret)).status_code == status
+
+
 def test_a_mistake_in_the_file_lets_nobody_in_that_it_should_not(
     make_client: ClientMaker, token_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,16 +9,29 @@ from pathlib import Path
 
 import httpx
 import pytest
-from service_kit import SERVE, Server, ServerMaker
+from service_kit import SERVE, Server, ServerMaker, wait_for
 
 KERNEL = "/v1/kernels/sm_100a/mla_prepare-h12-r512-d64-bf16-fp8-norope-i64-pdl"
 HEAD = f"PUT {KERNEL} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+SMALL_BUFFERS = """
+import socket
+made = socket.create_server
+def create_server(*args, **options):
+    listener = made(*args, **options)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return listener
+socket.create_server = create_server
+"""
 WITH_H11 = f"import sys; sys.modules['httptools'] = None; {SERVE}"
 
 
 def rss(server: Server) -> int:
     """Resident bytes."""
     return int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def open_files(server: Server) -> int:
+    return len(os.listdir(f"/proc/{server.process.pid}/fd"))
 
 
 def until_closed(server: Server, send: Callable[[socket.socket], None], timeout: float = 8.0) -> tuple[float, bytes]:
@@ -108,6 +121,33 @@ def test_B050_a_head_without_end_costs_no_memory(run_server: ServerMaker, code: 
         assert rss(server) - before < 8 * 2**20
         assert httpx.get(server.url + "/healthz").status_code == 200
         assert httpx.get(server.url + "/healthz", headers={"x-long": "x" * 30_000}).status_code in (200, 400)
+
+
+def test_a_reply_that_nobody_reads_is_dropped(run_server: ServerMaker) -> None:
+    """With a send buffer of the kernel that holds less than the reply; a reader that is slow and steady has it all."""
+    with run_server(code=f"{SMALL_BUFFERS}{SERVE}", wait=False, MLAPREP_REQUEST_TIMEOUT_S="0.5") as server:
+        size = len(httpx.get(server.url + "/docs").content)
+
+        def ask() -> socket.socket:
+            connection = socket.socket()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(5)
+            connection.connect(("127.0.0.1", server.port))
+            connection.sendall(b"GET /docs HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            return connection
+
+        with ask() as slow:
+            read = 0
+            while chunk := slow.recv(8192):
+                read += len(chunk)
+                time.sleep(0.05)
+            assert read > size
+        before = open_files(server)
+        stuck = [ask() for _ in range(20)]
+        wait_for(lambda: open_files(server) >= before + 20, 5)
+        wait_for(lambda: open_files(server) <= before, 10)
+        for connection in stuck:
+            connection.close()
 
 
 def test_a_request_beyond_the_limit_is_told_when_to_come_back(run_server: ServerMaker) -> None:

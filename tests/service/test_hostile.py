@@ -91,6 +91,21 @@ BODIES = (
     "{", "]", "nul", "'", "\ufeff{}", "{}{}", "//", '{"spec"}', '{"spec":}', "\x00", "[1,]", '"', "\\", '"\\',
     '"\\u12"',
 )  # fmt: skip
+# Where each call reads values, with everything else as it should be.
+NESTED = (
+    '{{"kernels": [{{"spec": {{"num_heads": {0}}}}}]}}',
+    '{{"kernels": [{{"spec": {{"num_heads": 12, "kv_lora_rank": {0}}}}}]}}',
+    f'{{{{"kernels": [{{{{"variant_id": "{VARIANT}", "arch": {{0}}}}}}]}}}}',
+    '{{"kernels": [{{"preset": {0}}}]}}',
+    '{{"kernels": [{{"preset": "kimi-k3", "tp": {0}}}]}}',
+    '{{"kernels": {0}}}',
+    '{{"misses": {0}}}',
+    '{{"misses": [{{"variant_id": {0}, "arch": "sm_100a"}}]}}',
+    f'{{{{"misses": [{{{{"variant_id": "{VARIANT}", "arch": "sm_100a", "count": {{0}}}}}}]}}}}',
+    f'{{{{"misses": [{{{{"variant_id": "{VARIANT}", "arch": "sm_100a", "reason": {{0}}}}}}]}}}}',
+)
+# What one of those calls takes: an empty list with misses beside it, none at all, a count, the default.
+TAKEN = {"null", "1000000", "0", "12.5", "true"}
 RAW_BODIES = (b"\xff\xfe\x00", b"\xed\xa0\x80", b'"\xff"', b"\x1f\x8b\x08\x00gzip", b"\x80" * 1000, b"\0" * 1000)
 
 
@@ -98,7 +113,9 @@ RAW_BODIES = (b"\xff\xfe\x00", b"\xed\xa0\x80", b'"\xff"', b"\x1f\x8b\x08\x00gzi
 @pytest.mark.parametrize(("method", "path"), [("PUT", KERNEL), ("POST", "/v1/warmups"), ("POST", "/v1/misses")])
 def test_B050_B056_no_body_breaks_the_service(server: Server, method: str, path: str) -> None:
     harmless = {'{"spec": {"num_heads": 12}}', "{}"}
-    for body in (*(text.encode("utf-8", "surrogatepass") for text in BODIES if text not in harmless), *RAW_BODIES):
+    nested = [form.format(value) for form in NESTED for value in VALUES if value not in TAKEN]
+    texts = [text for text in (*BODIES, *nested) if text not in harmless]
+    for body in (*(text.encode("utf-8", "surrogatepass") for text in texts), *RAW_BODIES):
         status, reply = call(server, method, path, body)
         assert status in (400, 413, 415, 422), body[:80]
         assert len(reply) < 200_000
