@@ -21,6 +21,10 @@ settings.register_profile("mlaprep", deadline=None, derandomize=IN_CI, print_blo
 settings.load_profile("mlaprep")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fault-rounds", type=int, default=20, help="kills of processes at random points (tests/faults)")
+
+
 def cuda_devices() -> int:
     """CUDA devices that torch can use; 0 where torch is absent or a CPU build."""
     try:
