@@ -1,5 +1,6 @@
 """What the tests of deploy/ share: a running nginx, upstreams of the test's own, and what files must fit."""
 
+import asyncio
 import contextlib
 import functools
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 IMAGE_USER = (10001, 10001)
 """User and group that the image runs as."""
@@ -144,10 +146,27 @@ def accepts(variables: dict[str, str], serve: list[str]) -> bool:
 
 
 @functools.cache
-def metric_names() -> frozenset[str]:
-    """Metrics of the service, as its /metrics tells them, of a client, and of every process."""
+def client_metrics() -> frozenset[str]:
+    """Families that a worker's client tells, without their endings."""
     from mlaprep.clients.prometheus import families
     from mlaprep.clients.stats import ClientStats
 
-    names = {family.name for family in families([ClientStats()])}
-    return frozenset(names | {"process_resident_memory_bytes"})
+    return frozenset(family.name for family in families([ClientStats()]))
+
+
+@functools.cache
+def service_metrics() -> frozenset[str]:
+    """Families that the service's /metrics tells, without their endings; none where it has no such route."""
+    from mlaprep.service.app import create_app
+    from mlaprep.service.settings import Settings
+
+    async def scrape() -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(Settings(read_only=True)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8400") as http:
+            return await http.get("/metrics")
+
+    reply = asyncio.run(scrape())
+    if reply.status_code == 404:
+        return frozenset()
+    assert reply.status_code == 200, reply.text
+    return frozenset(family.name for family in text_string_to_metric_families(reply.text))
