@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlaprep.service.headers import guarded
 from mlaprep.service.malformed import malformed
 
+_CONNECTION_GONE: Final = re.compile(r"state(=| is )(MUST_CLOSE|CLOSED|ERROR)\b|handler is closed|transport is closed")
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
@@ -47,7 +48,13 @@ class Edge:
                 message = {**message, "headers": headers}
             elif head and message["type"] == "http.response.body":
                 message = {**message, "body": b""}
-            await send(message)
+            try:
+                await send(message)
+            except Exception as error:
+                # uvicorn refuses what is sent after a connection that it has closed itself, for one because more came
+                # on it that is no request. Whoever is to read the reply is gone; that is no fault of the service.
+                if not _CONNECTION_GONE.search(str(error)):
+                    raise
 
         if (problem := malformed(scope)) is not None:
             await problem.response()(scope, receive, reply)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from mlaprep.kernels_cache.errors import AmbiguousKeyError, StoreError
@@ -136,6 +136,8 @@ def problem_of(error: Exception) -> ProblemError:
             return ProblemError(503, "not-kept", "The store cannot keep this", str(error), headers=told)
         case TemplateError():  # says nothing of a request: templates are this installation's own
             return ProblemError(500, "template-error", "A template of this service does not render", str(error))
+        case ClientDisconnect():  # in the middle of its body; nobody reads this
+            return ProblemError(400, "client-left", "The client left", "The request ended before its body did.")
         case RequestValidationError():
             return invalid_fields([_of_validation(item) for item in error.errors()])
         case HTTPException():
@@ -157,6 +159,7 @@ def install(app: FastAPI) -> None:
         BuildError,
         InspectError,
         StoreError,
+        ClientDisconnect,
         RequestValidationError,
         HTTPException,
     )

@@ -213,6 +213,25 @@ def test_B054_no_request_line_breaks_the_service(server: Server, line: bytes) ->
     assert b"root:" not in answer
 
 
+def test_who_leaves_in_the_middle_or_says_too_much_leaves_no_trace(server: Server) -> None:
+    """Neither is a fault of the service: no traceback, which a stranger could fill a disk with."""
+    head = b"HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    for path in (b"PUT " + KERNEL.encode(), b"POST /v1/warmups", b"POST /v1/misses", b"GET /healthz", b"GET /"):
+        for rest in (
+            b"content-length: 100\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n5\r\n{",
+            b"\r\n\0\xff\0 not a request\r\n\r\n",
+            b"content-length: 2\r\n\r\n[]garbage\r\n\r\n", b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+        ):  # fmt: skip
+            for _ in range(3):
+                with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+                    connection.sendall(path + b" " + head + rest)
+                    connection.shutdown(socket.SHUT_WR)
+                    with contextlib.suppress(OSError):
+                        assert not connection.recv(65536).startswith(b"HTTP/1.1 5")
+    assert "Traceback" not in server.log.read_text()
+    assert httpx.get(server.url + "/healthz").status_code == 200
+
+
 def test_B056_a_thousand_specs_at_once_are_built_or_told_to_wait(tmp_path: Path) -> None:
     variants = [
         VARIANT.replace("h12", f"h{heads}").replace("r512", f"r{rank}")
