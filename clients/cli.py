@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from mlaprep.clients import (
+    cli_builds,
     cli_bundle,
     cli_cache,
     cli_config,
@@ -137,6 +138,8 @@ app.command("show")(cli_cache.show)
 app.command("render")(cli_kernels.render)
 app.command("fetch")(cli_kernels.fetch)
 app.command("gc")(cli_cache.gc)
+app.command("diff")(cli_builds.diff)
+app.command("verify-build")(cli_builds.verify_build)
 app.command("misses")(cli_misses.misses)
 app.command("revoke")(cli_revoke.revoke)
 app.command("revocations")(cli_revoke.revocations)

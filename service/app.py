@@ -22,6 +22,7 @@ from mlaprep.service.hot_artifacts import HOT_BYTES, HotArtifacts
 from mlaprep.service.overload import Load, OverloadGate
 from mlaprep.service.routes import (
     artifacts,
+    builds,
     dashboard,
     documentation,
     health,
@@ -41,6 +42,7 @@ from mlaprep.service.state import Service
 _ROUTERS: Final = (
     kernels.router,
     inspection.router,
+    builds.router,
     artifacts.router,
     variants.router,
     vocabulary.router,

@@ -23,11 +23,13 @@ DIGEST: Final = "3f0a" * 16
 KEY: Final = "9674" * 16
 
 
-class _Reply(BaseModel):
+class Reply(BaseModel):
+    """What every reply has in common."""
+
     model_config = ConfigDict(extra="forbid")
 
 
-class ManifestReply(_Reply):
+class ManifestReply(Reply):
     """What is known of one compiled kernel."""
 
     schema_: int = Field(alias="schema", examples=[SCHEMA])
@@ -58,7 +60,7 @@ class ManifestReply(_Reply):
     )
 
 
-class KernelReply(_Reply):
+class KernelReply(Reply):
     """A built kernel."""
 
     manifest: ManifestReply
@@ -67,7 +69,7 @@ class KernelReply(_Reply):
     source: str | None = Field(None, description="with ?inline=true: the CUDA source it was compiled from")
 
 
-class ResourcesReply(_Reply):
+class ResourcesReply(Reply):
     """What a kernel takes, read off its cubin."""
 
     variant_id: str = Field(examples=[VARIANT_ID])
@@ -87,7 +89,7 @@ class ResourcesReply(_Reply):
     )
 
 
-class VariantArchReply(_Reply):
+class VariantArchReply(Reply):
     """One variant on one architecture. Sizes and digests are null until it is built."""
 
     arch: str = Field(examples=[str(ARCH)])
@@ -106,7 +108,7 @@ class VariantArchReply(_Reply):
     last_use: str | None = Field(description="when it last did, UTC", examples=["2026-01-31T12:00:01Z"])
 
 
-class VariantReply(_Reply):
+class VariantReply(Reply):
     """One variant."""
 
     variant_id: str = Field(examples=[VARIANT_ID])
@@ -115,7 +117,7 @@ class VariantReply(_Reply):
     archs: list[VariantArchReply]
 
 
-class VariantsReply(_Reply):
+class VariantsReply(Reply):
     """One page of variants."""
 
     variants: list[VariantReply]
@@ -123,7 +125,7 @@ class VariantsReply(_Reply):
     next_cursor: str | None = Field(description="cursor of the next page, if there is one", examples=[None])
 
 
-class MissReply(_Reply):
+class MissReply(Reply):
     """A kernel that workers asked for and lacked."""
 
     variant_id: str = Field(examples=[VARIANT_ID])
@@ -136,7 +138,7 @@ class MissReply(_Reply):
     last_seen: str = Field(description="UTC", examples=["2026-01-31T12:00:07Z"])
 
 
-class MissesReply(_Reply):
+class MissesReply(Reply):
     """One page of misses."""
 
     misses: list[MissReply]
@@ -144,14 +146,14 @@ class MissesReply(_Reply):
     next_cursor: str | None = Field(description="cursor of the next page, if there is one", examples=[None])
 
 
-class MissesRecordedReply(_Reply):
+class MissesRecordedReply(Reply):
     """What became of a report."""
 
     recorded: int = Field(description="entries that were counted", examples=[1])
     ignored: int = Field(description="entries for kernels not known yet, of which there were too many", examples=[0])
 
 
-class RevocationReply(_Reply):
+class RevocationReply(Reply):
     """A kernel that must not be used."""
 
     key: str = Field(description="not built again", pattern="^[0-9a-f]{64}$", examples=[KEY])
@@ -162,19 +164,19 @@ class RevocationReply(_Reply):
     revoked_at: str = Field(description="UTC", examples=["2026-01-31T12:00:00Z"])
 
 
-class RevokedReply(_Reply):
+class RevokedReply(Reply):
     """What a revocation came to."""
 
     revocation: RevocationReply
 
 
-class RevocationsReply(_Reply):
+class RevocationsReply(Reply):
     """Everything that is revoked."""
 
     revocations: list[RevocationReply]
 
 
-class JobFailureReply(_Reply):
+class JobFailureReply(Reply):
     """A kernel that a warm-up could not build."""
 
     variant_id: str = Field(examples=[VARIANT_ID])
@@ -182,7 +184,7 @@ class JobFailureReply(_Reply):
     detail: str = Field(examples=["the compiler took longer than 30 s"])
 
 
-class WarmupReply(_Reply):
+class WarmupReply(Reply):
     """A warm-up job and how far it is."""
 
     id: str = Field(description="names the job", examples=["0f3a6c1d2b4e5f60"])
@@ -205,13 +207,13 @@ class WarmupReply(_Reply):
     )
 
 
-class WarmupsReply(_Reply):
+class WarmupsReply(Reply):
     """Warm-up jobs, the latest first."""
 
     warmups: list[WarmupReply]
 
 
-class PresetVariantReply(_Reply):
+class PresetVariantReply(Reply):
     """The default variant of a preset at one tensor-parallel degree."""
 
     tp: int = Field(examples=[8])
@@ -219,7 +221,7 @@ class PresetVariantReply(_Reply):
     variant_id: str = Field(examples=[VARIANT_ID])
 
 
-class PresetReply(_Reply):
+class PresetReply(Reply):
     """What a model's public configuration says of its MLA layers."""
 
     name: str = Field(examples=["kimi-k3"])
@@ -231,13 +233,13 @@ class PresetReply(_Reply):
     variants: list[PresetVariantReply]
 
 
-class PresetsReply(_Reply):
+class PresetsReply(Reply):
     """Every known model."""
 
     presets: list[PresetReply]
 
 
-class ArchReply(_Reply):
+class ArchReply(Reply):
     """One architecture."""
 
     name: str = Field(examples=[str(ARCH)])
@@ -247,20 +249,20 @@ class ArchReply(_Reply):
     buildable: bool | None = Field(description="whether this NVRTC builds it; null where no compiler runs")
 
 
-class ArchsReply(_Reply):
+class ArchsReply(Reply):
     """Every known architecture."""
 
     nvrtc_version: str | None = Field(examples=["12.9.86"])
     archs: list[ArchReply]
 
 
-class HealthReply(_Reply):
+class HealthReply(Reply):
     """The process answers."""
 
     status: Literal["ok"] = Field(examples=["ok"])
 
 
-class CompilerReply(_Reply):
+class CompilerReply(Reply):
     """The compile processes."""
 
     status: Literal["idle", "starting", "ready", "unavailable", "closed"] = Field(examples=["ready"])
@@ -271,7 +273,7 @@ class CompilerReply(_Reply):
     queued: int = Field(examples=[0])
 
 
-class StoreReply(_Reply):
+class StoreReply(Reply):
     """The kernel store's counters since start, and what it holds."""
 
     hits: int = Field(examples=[40])
@@ -285,7 +287,7 @@ class StoreReply(_Reply):
     bytes: int = Field(examples=[398000])
 
 
-class CountersReply(_Reply):
+class CountersReply(Reply):
     """What this process did since it started."""
 
     hits: int = Field(examples=[40])
@@ -300,7 +302,7 @@ class CountersReply(_Reply):
     timeouts: int = Field(examples=[0])
 
 
-class SharedReply(_Reply):
+class SharedReply(Reply):
     """The Redis that replicas share, as this process sees it; counts since start."""
 
     state: str = Field(description="up, down, refusing (it keeps nothing new) or closed", examples=["up"])
@@ -319,7 +321,7 @@ class SharedReply(_Reply):
     lease_waits: int = Field(description="keys that another replica held", examples=[0])
 
 
-class ReadyReply(_Reply):
+class ReadyReply(Reply):
     """Whether this process can do its work, and why not."""
 
     ready: bool = Field(examples=[True])
@@ -333,7 +335,7 @@ class ReadyReply(_Reply):
     counters: CountersReply
 
 
-class FieldProblemReply(_Reply):
+class FieldProblemReply(Reply):
     """One field at fault."""
 
     field: str = Field(examples=["num_heads"])
@@ -341,7 +343,7 @@ class FieldProblemReply(_Reply):
     allowed: str = Field(examples=["an integer from 1 to 256"])
 
 
-class ProblemReply(_Reply):
+class ProblemReply(Reply):
     """Problem details, RFC 9457."""
 
     type: str = Field(examples=["urn:mlaprep:problem:invalid-spec"])

@@ -1,7 +1,8 @@
 """/v1/kernels/…/sass and …/resources: what a kernel was compiled to."""
 
 import asyncio
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar, TypeVarTuple, Unpack
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -18,6 +19,9 @@ from mlaprep.service.schemas import ResourcesReply
 from mlaprep.service.state import in_thread, json_response, service_of
 
 router = APIRouter(prefix="/v1/kernels", tags=["kernels"])
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _AT_ONCE: Final = 2  # reading is open to all, and each disassembly takes a third of a second of a core
 
@@ -63,8 +67,13 @@ async def get_resources(request: Request, arch: ArchPath, variant_id: VariantPat
 
 async def inspect_kernel(request: Request, artifact: KernelArtifact) -> Inspection:
     """A kernel taken apart, as few at a time as the service takes; errors as for :func:`inspect`."""
+    return await few_at_once(request, inspect, artifact)
+
+
+async def few_at_once(request: Request, call: Callable[[Unpack[Ts]], T], *args: *Ts) -> T:
+    """What starts a disassembler, in a thread, once no more than a few others run."""
     state = request.app.state
     if not hasattr(state, "disassemblies"):
         state.disassemblies = asyncio.Semaphore(_AT_ONCE)
     async with state.disassemblies:
-        return await in_thread(inspect, artifact)
+        return await in_thread(call, *args)

@@ -110,6 +110,8 @@ def test_the_document_and_the_page_have_every_call(client: Client, root: Path) -
         ("GET", "/v1/kernels/{arch}/{variant_id}/source"),
         ("GET", "/v1/kernels/{arch}/{variant_id}/sass"),
         ("GET", "/v1/kernels/{arch}/{variant_id}/resources"),
+        ("GET", "/v1/kernels/{arch}/{variant_id}/builds"),
+        ("GET", "/v1/kernels/{arch}/{variant_id}/diff"),
         ("GET", "/v1/artifacts/{digest}"),
         ("GET", "/v1/presets"),
         ("GET", "/v1/archs"),
