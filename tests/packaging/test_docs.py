@@ -71,7 +71,7 @@ def test_commands_in_documents_exist(root: Path) -> None:
     for document in documents(root):
         text = document.read_text()
         code = "\n".join([*re.findall(r"```\n(.*?)```", text, re.DOTALL), *re.findall(r"`([^`\n]+)`", text)])
-        named = set(re.findall(r"^(?:\$ )?mlaprep ([a-z]+)\b", code, re.MULTILINE))
+        named = set(re.findall(r"^(?:\$ )?mlaprep ([a-z-]+)\b", code, re.MULTILINE))
         assert named <= commands, document.name
 
 
