@@ -107,7 +107,6 @@ def create_app(
     app.add_middleware(
         BodyLimit, max_bytes=service.settings.max_body_bytes, timeout_s=service.settings.request_timeout_s
     )
-    app.add_middleware(HotArtifacts, max_bytes=min(HOT_BYTES, service.settings.memory_max_bytes))
     app.add_middleware(OverloadGate, load=load)
     app.add_middleware(DrainGate, drain=drain)
     app.add_middleware(Edge, methods=_methods_of)
@@ -119,6 +118,11 @@ def create_app(
             allow_headers=["Authorization", "Content-Type", "If-None-Match", "X-Request-ID"],
             expose_headers=["ETag", "Retry-After", "WWW-Authenticate", "X-Request-ID"],
         )
+    app.add_middleware(
+        HotArtifacts,
+        is_open=lambda: not (drain.began or load.is_beyond),
+        max_bytes=min(HOT_BYTES, service.settings.memory_max_bytes),
+    )
     for router in _ROUTERS:
         app.include_router(router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # the documented way to extend it

@@ -34,7 +34,7 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(scope)
+        request_id = request_id_of(scope)
         scope.setdefault("state", {})["request_id"] = request_id.decode()
         head = scope["method"] == "HEAD"
 
@@ -65,7 +65,8 @@ class Edge:
         await self._app({**scope, "method": "GET"} if head else scope, receive, reply)
 
 
-def _request_id(scope: Scope) -> bytes:
+def request_id_of(scope: Scope) -> bytes:
+    """The id that a request brought, or a new one."""
     given = [value for name, value in scope["headers"] if name == b"x-request-id"]
     if len(given) == 1 and _REQUEST_ID.fullmatch(given[0]):
         return bytes(given[0])

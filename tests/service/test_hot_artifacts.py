@@ -47,8 +47,8 @@ def test_a_repeated_reply_is_the_routes_own(make_client: ClientMaker) -> None:
     first = client.get(path)
     assert store.asked == 1
     again = client.get(path, headers={"x-request-id": "mine", "accept-encoding": "gzip", "range": "bytes=0-9"})
-    head = client.request("HEAD", path)
     assert store.asked == 1
+    head = client.request("HEAD", path)
     assert again.headers["x-request-id"] == "mine"
     assert first.headers["x-request-id"] != head.headers["x-request-id"]
     for reply in (first, again, head):
@@ -66,7 +66,10 @@ def test_whatever_is_no_plain_get_asks_the_route(make_client: ClientMaker) -> No
     assert client.get(path, headers={"if-none-match": f'"{manifest["cubin_sha256"]}"'}).status_code == 304
     assert client.get(path, headers={"if-none-match": '"other"'}).status_code == 200
     assert client.get(path, headers={"authorization": "Bearer x"}).status_code == 200
-    assert store.asked == 4
+    assert client.get(path, headers={"origin": "http://elsewhere"}).status_code == 200
+    assert store.asked == 5
+    assert client.get(path, headers={"host": "127.0.0.1:8400"}).status_code == 200  # another Host is another reply
+    assert client.get(path, headers={"host": "a b"}).status_code == 400
     assert client.get(f"{path}?a=b").status_code == 422
     assert client.request("GET", path, content=b"x" * 70_000).status_code == 413
     assert client.request("POST", path).status_code == 405
