@@ -164,6 +164,9 @@ def serve(
         str | None,
         typer.Option("--token", help="Token of every scope. Prefer MLAPREP_TOKENS_FILE: command lines are public."),
     ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", help="Processes that answer. Default: MLAPREP_WORKERS or 1.")
+    ] = None,
     cache_dir: CacheDir = None,
     config: cli_config.ConfigOption = None,
     port_file: Annotated[
@@ -182,7 +185,7 @@ def serve(
             f"cannot serve: {error.name} is not installed; install mlaprep[service,cuda12]"
         ) from None
     cli_config.use_config(config)
-    options = {"host": host, "port": port, "token": token, "cache_dir": cache_dir}
+    options = {"host": host, "port": port, "token": token, "workers": workers, "cache_dir": cache_dir}
     settings = read_settings({name: value for name, value in options.items() if value is not None})
 
     def announce(bound: int) -> None:

@@ -1,9 +1,10 @@
 """The service as an ASGI application: ``uvicorn --factory mlaprep.service.app:create_app``."""
 
+import asyncio
 import logging
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -19,7 +20,10 @@ from mlaprep.service.compiler import Compiler
 from mlaprep.service.drain import Drain, DrainGate
 from mlaprep.service.edge import Edge
 from mlaprep.service.hot_artifacts import HOT_BYTES, HotArtifacts
+from mlaprep.service.metrics import PUBLISH_S, Metrics
+from mlaprep.service.observed import Observed, RouteNote
 from mlaprep.service.overload import Load, OverloadGate
+from mlaprep.service.release import release_version
 from mlaprep.service.routes import (
     artifacts,
     builds,
@@ -28,6 +32,7 @@ from mlaprep.service.routes import (
     health,
     inspection,
     kernels,
+    metrics,
     misses,
     reference,
     revocations,
@@ -37,7 +42,7 @@ from mlaprep.service.routes import (
 )
 from mlaprep.service.schemas import ProblemReply
 from mlaprep.service.settings import Settings, read_settings, split_words
-from mlaprep.service.state import Service
+from mlaprep.service.state import Service, in_thread
 
 _ROUTERS: Final = (
     kernels.router,
@@ -50,6 +55,7 @@ _ROUTERS: Final = (
     revocations.router,
     warmups.router,
     health.router,
+    metrics.router,
     reference.router,
     dashboard.router,
 )
@@ -82,28 +88,34 @@ def create_app(
             _log.warning("%s", warning)
         if not service.settings.read_only:
             service.compiler.start()
+        publishing = asyncio.create_task(_publish(measured)) if measured.shared else None
         try:
             yield
         finally:
-            service.close()
+            if publishing is not None:
+                publishing.cancel()
+            await in_thread(service.close)
+            measured.close()
 
     app = FastAPI(
         title="mlaprep",
-        version=_version(),
+        version=release_version(),
         description=_DESCRIPTION,
         lifespan=lifespan,
         openapi_url=None,  # in routes.reference, where it takes a scope like every route
         docs_url=None,  # the framework's pages load scripts from elsewhere; ours is in routes.reference
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the Host header of whoever asked
-        # Asking the environment for providers of telemetry takes 33 µs a request, as long as all of uvicorn.
-        telemetry={"tracing": False, "metrics": False, "logs": False},
+        telemetry={"tracing": _traces(), "metrics": False, "logs": False},
     )
     app.state.service = service
     drain = app.state.drain = Drain()
     load = app.state.load = Load()
+    measured = app.state.metrics = Metrics(service, lambda: drain.began)
+    service.builder.observe = measured.compiled
     problems.install(app)
     # The last added is met first.
+    app.add_middleware(RouteNote)
     app.add_middleware(
         BodyLimit, max_bytes=service.settings.max_body_bytes, timeout_s=service.settings.request_timeout_s
     )
@@ -123,10 +135,27 @@ def create_app(
         is_open=lambda: not (drain.began or load.is_beyond),
         max_bytes=min(HOT_BYTES, service.settings.memory_max_bytes),
     )
+    app.add_middleware(Observed, metrics=measured, access_log=service.settings.access_log)
     for router in _ROUTERS:
         app.include_router(router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # the documented way to extend it
     return app
+
+
+async def _publish(measured: Metrics) -> None:
+    """Keep what other workers tell of this one up to date."""
+    while True:
+        await in_thread(measured.publish)
+        await asyncio.sleep(PUBLISH_S)
+
+
+def _traces() -> bool:
+    """Whether this process has set up a tracer provider.
+
+    Where it has not, FastAPI would ask for one at every request, which takes 33 µs, as long as all of uvicorn.
+    """
+    trace: Any = sys.modules.get("opentelemetry.trace")
+    return trace is not None and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
 
 
 def _methods_of(path: str) -> Sequence[str]:
@@ -167,10 +196,3 @@ def _describe_scope(route: Any, paths: dict[str, Any]) -> None:
         operation["security"] = [{"token": [required.scope]}, {}]
         for status, described in refusals.items():
             operation["responses"].setdefault(str(status), described)
-
-
-def _version() -> str:
-    try:
-        return version("mlaprep")
-    except PackageNotFoundError:
-        return "0"

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Self
@@ -92,6 +93,10 @@ class Use:
 Target = tuple[KernelSpec, Arch]
 
 
+def _unobserved(_: KernelArtifact | Exception) -> None:
+    pass
+
+
 class _KeyHeld(Exception):
     """Another process holds the key, or there are no locks to tell."""
 
@@ -125,6 +130,8 @@ class Builder:
         self.store: Final = store
         self.revocations: Final = Revocations(folder_of(store)) if revocations is None else revocations
         self._refuse_spills = refuse_spills
+        self.observe: Callable[[KernelArtifact | Exception], None] = _unobserved
+        """Told of each kernel that was compiled here, and of each compile that gave none."""
         self.compiler: Final = compiler or Compiler()
         self._owns_compiler = compiler is None
         self._negative_ttl_s = negative_ttl_s
@@ -278,6 +285,7 @@ class Builder:
             return self._build_or_raise(*target, patience_s)
         except BuildError as error:
             self._count("failures")
+            self.observe(error)
             if isinstance(error, CompileFailed):
                 self._remember_failure(target, error)
             raise
@@ -307,6 +315,7 @@ class Builder:
             self._require_buildable(arch)
             artifact = self.compiler.compile(source, arch)
             self._count("compiles")
+            self.observe(artifact)
             self._require_fit(artifact.manifest)
             self.store.publish(artifact)
         self.store.link(_request(source.spec, arch), artifact.key)

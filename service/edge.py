@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlaprep.service.headers import guarded
+from mlaprep.service.logs import REQUEST_ID
 from mlaprep.service.malformed import malformed
 
 _CONNECTION_GONE: Final = re.compile(r"state(=| is )(MUST_CLOSE|CLOSED|ERROR)\b|handler is closed|transport is closed")
@@ -36,6 +37,7 @@ class Edge:
             return
         request_id = request_id_of(scope)
         scope.setdefault("state", {})["request_id"] = request_id.decode()
+        REQUEST_ID.set(request_id.decode())
         head = scope["method"] == "HEAD"
 
         async def reply(message: Message) -> None:

@@ -15,6 +15,7 @@ FRESH_S: Final = 0.1
 HOT_BYTES: Final = 16 * 2**20
 
 _PATH: Final = "/v1/artifacts/"
+_ROUTE: Final = "/v1/artifacts/{digest}"
 # With one of these a request may get another reply than the plain one, or has a body that somebody must bound.
 _CONDITIONS: Final = frozenset({b"if-none-match", b"authorization", b"origin", b"content-length", b"transfer-encoding"})
 _REQUEST_ID: Final = b"x-request-id"
@@ -68,7 +69,10 @@ class HotArtifacts:
                     reply.until = now + FRESH_S  # whoever comes while this request asks
                 await self._ask(key, scope, receive, send)
                 return
-            headers = [*reply.headers, (_REQUEST_ID, request_id_of(scope))]
+            request_id = request_id_of(scope)
+            headers = [*reply.headers, (_REQUEST_ID, request_id)]
+            state = scope.setdefault("state", {})
+            state["route"], state["request_id"] = _ROUTE, request_id.decode()
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": reply.body})
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -18,10 +17,10 @@ from mlaprep.service.descriptors import ACCEPTED_AT_ONCE, ANSWERED_BEYOND, log_s
 from mlaprep.service.drain import Drain
 from mlaprep.service.errors import ListenError
 from mlaprep.service.heads import bounded_heads
+from mlaprep.service.logs import set_up_logs
 from mlaprep.service.settings import Settings, read_settings
+from mlaprep.service.supervisor import supervise
 from mlaprep.service.unread import bounded_replies
-
-LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 _BACKLOG: Final = 2048
 _TICK_S: Final = 0.02
@@ -31,7 +30,8 @@ def serve(settings: Settings | None = None, *, on_listening: Callable[[int], Non
     """Serve until SIGTERM or an interrupt, drain, and return. Call it from the main thread.
 
     The address is taken before anything else starts. Warnings and errors go to stderr with their time, unless
-    logging has been set up already. While it drains, running requests may finish for ``shutdown_grace_s``
+    logging has been set up already. With ``workers`` above 1 as many processes answer, see
+    :mod:`mlaprep.service.supervisor`. While it drains, running requests may finish for ``shutdown_grace_s``
     seconds, new ones get a 503; then compile processes are ended by their pids. A second interrupt does not
     wait.
 
@@ -45,38 +45,54 @@ def serve(settings: Settings | None = None, *, on_listening: Callable[[int], Non
         SystemExit: the server did not start for another reason; it has been logged.
     """
     settings = settings or read_settings()
-    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
-    if settings.access_log:
-        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    set_up_logs(settings.log_format, settings.log_level, access_log=settings.access_log)
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(listener) for listener in listen(settings.host, settings.port)]
-        connections = room_for(settings.max_connections)
-        app = create_app(settings)
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=settings.access_log,
-            timeout_graceful_shutdown=settings.shutdown_grace_s,
-            backlog=ACCEPTED_AT_ONCE,
-            proxy_headers=bool(settings.trusted_proxies),
-            forwarded_allow_ips=settings.trusted_proxies,
-            server_header=False,
-            ws="none",
-        )
-        server = _Server(config, app.state.drain, on_listening, connections, settings.request_timeout_s)
-        app.state.load.watch(server.server_state.connections, connections)
+        if settings.workers > 1:
+            supervise(settings, listeners, on_listening)
+        else:
+            answer(settings, listeners, on_listening)
 
-        def stop(_signal: int, _frame: FrameType | None) -> None:
-            server.should_exit = True
 
-        # uvicorn sends itself the signal again once it has drained; a default handler would then end the process
-        # as if it had been killed. This one also catches a signal that comes before uvicorn's own are in place.
-        before = signal.signal(signal.SIGTERM, stop)
-        try:
-            with contextlib.suppress(KeyboardInterrupt):
-                server.run(listeners)
-        finally:
-            signal.signal(signal.SIGTERM, before)
+def answer(
+    settings: Settings,
+    listeners: Sequence[socket.socket],
+    on_listening: Callable[[int], None] | None = None,
+    *,
+    until: int | None = None,
+) -> None:
+    """Answer what comes to these sockets in this process, until SIGTERM, an interrupt, or ``until`` can be read.
+
+    Raises:
+        SpecError, SystemExit: as for :func:`serve`.
+    """
+    connections = room_for(settings.max_connections)
+    app = create_app(settings)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,  # ours has the route, the time and the request's id
+        timeout_graceful_shutdown=settings.shutdown_grace_s,
+        backlog=ACCEPTED_AT_ONCE,
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=settings.trusted_proxies,
+        server_header=False,
+        ws="none",
+    )
+    server = _Server(config, app.state.drain, on_listening, connections, settings.request_timeout_s, until)
+    app.state.load.watch(server.server_state.connections, connections)
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        server.should_exit = True
+
+    # uvicorn sends itself the signal again once it has drained; a default handler would then end the process
+    # as if it had been killed. This one also catches a signal that comes before uvicorn's own are in place.
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run(list(listeners))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def listen(host: str, port: int) -> Sequence[socket.socket]:
@@ -115,8 +131,10 @@ class _Server(uvicorn.Server):
         on_listening: Callable[[int], None] | None,
         connections: int,
         request_timeout_s: float,
+        until: int | None,
     ) -> None:
         super().__init__(config)
+        self._until = until
         self._connections = connections
         self._request_timeout_s = request_timeout_s
         self._drain = drain
@@ -129,10 +147,17 @@ class _Server(uvicorn.Server):
         protocol = refuse_beyond(self._connections + ANSWERED_BEYOND, bounded)
         self.config.http_protocol_class = protocol  # type: ignore[assignment]  # only ever called
         await super().startup(sockets)
+        if self._until is not None:
+            asyncio.get_running_loop().add_reader(self._until, self._stop)
         for listener in sockets or ():
             listener.listen(_BACKLOG)  # connections that wait; uvicorn's number is of those taken in one turn too
         if self.started and self._on_listening is not None:
             self._on_listening(self.servers[0].sockets[0].getsockname()[1])
+
+    def _stop(self) -> None:
+        assert self._until is not None
+        asyncio.get_running_loop().remove_reader(self._until)
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         grace = self.config.timeout_graceful_shutdown or 0

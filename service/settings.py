@@ -20,6 +20,7 @@ from mlaprep.kernels_cache.store import MEMORY_BYTES
 from mlaprep.service.builder import NEGATIVE_TTL_S
 from mlaprep.service.compiler import DEFAULT_MEMORY_BYTES, DEFAULT_QUEUE_LIMIT, DEFAULT_RECYCLE_AFTER, DEFAULT_TIMEOUT_S
 from mlaprep.service.config_file import VARIABLE, ConfigFile
+from mlaprep.service.logs import LogFormat, LogLevel
 from mlaprep.templates.environment import SWITCH_WORDS, parse_switch
 from mlaprep.templates.errors import FieldProblem, SpecError
 
@@ -34,6 +35,8 @@ _ALLOWED: Final[Mapping[str, str]] = {
     "cors_origins": "origins such as https://dash.example, between commas",
     "cache_dir": "a directory",
     "redis_url": REDIS_URLS,
+    "log_format": "one of auto, json, console",
+    "log_level": "one of debug, info, warning, error",
     "signing_key": "a file that `mlaprep keys generate` wrote, of mode 0600; unset the variable to sign nothing",
 }
 # Empty counts as unset elsewhere. A service that was to sign, or to ask for tokens, must not start without.
@@ -127,11 +130,18 @@ class Settings(BaseSettings):
         description="seconds that the head of a request may take to come in, its body as many, and a client that reads "
         "nothing of a reply as many; then it is cut",
     )
-    max_connections: int = Field(default=2048, ge=1, description="connections and requests at once; more get a 503")
+    workers: int = Field(
+        default=1, ge=1, le=256, description="processes that answer requests; each has its share of the compilers"
+    )
+    max_connections: int = Field(
+        default=2048, ge=1, description="connections and requests of one worker at once; more get a 503"
+    )
     shutdown_grace_s: int = Field(
         default=30, ge=0, le=3600, description="seconds that running requests may take to finish after SIGTERM"
     )
     access_log: bool = Field(default=False, description="write one log line a request")
+    log_format: LogFormat = Field(default="auto", description="auto is json, and console where stderr is a terminal")
+    log_level: LogLevel = Field(default="warning", description="the least that is told: debug, info, warning, error")
     signing_key: Path | None = Field(
         default=None, description="file of the private key that signs every manifest served; mode 0600, never empty"
     )

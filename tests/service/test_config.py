@@ -62,7 +62,13 @@ def test_option_over_environment_over_file_over_default(write: Write, monkeypatc
 def sample(name: str) -> Any:
     """A value of a setting that is not its default."""
     field = Settings.model_fields[name]
-    special = {"cors_origins": "https://dash.example", "trusted_proxies": "10.0.0.0/8", "port": 9001}
+    special = {
+        "log_format": "json",
+        "log_level": "info",
+        "cors_origins": "https://dash.example",
+        "trusted_proxies": "10.0.0.0/8",
+        "port": 9001,
+    }
     if name in special:
         return special[name]
     if isinstance(field.default, bool):

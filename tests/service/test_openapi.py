@@ -128,6 +128,7 @@ def test_the_document_and_the_page_have_every_call(client: Client, root: Path) -
         ("DELETE", "/v1/kernels/{arch}/{variant_id}"),
         ("GET", "/healthz"),
         ("GET", "/readyz"),
+        ("GET", "/metrics"),
     }
     page = (root / "docs" / "service.md").read_text()
     assert {call for call in calls if "`{} {}`".format(*call) not in page} == set()

@@ -1,0 +1,74 @@
+"""Several workers on one address: what they count together, and what becomes of them when one dies or all must go."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import httpx
+from service_kit import ServerMaker, is_alive, wait_for
+
+from mlaprep.service.settings import Settings
+from mlaprep.service.supervisor import share_of_compilers
+
+KERNEL = "/v1/kernels/sm_90a/mla_prepare-h2-r512-d64-bf16-fp8-norope-i64-pdl"
+HEALTHZ = r'mlaprep_requests_total\{method="GET",route="/healthz",status="200"\} (\S+)'
+
+
+def children(pid: int) -> list[int]:
+    """Workers of a supervisor: its children, without the tracker of multiprocessing's resources."""
+    found = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return [child for child in found if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def counted(http: httpx.Client, pattern: str) -> float:
+    match = re.search(pattern, http.get("/metrics").text)
+    return float(match[1]) if match else 0.0
+
+
+def ask(port: int, times: int) -> None:
+    for _ in range(times):  # each on a connection of its own, which any worker may take
+        assert httpx.get(f"http://127.0.0.1:{port}/healthz").status_code == 200
+
+
+def test_counts_are_summed_a_dead_worker_is_replaced_and_all_end_together(run_server: ServerMaker) -> None:
+    with run_server(MLAPREP_WORKERS="2", MLAPREP_COMPILE_PROCESSES="2") as server:
+        supervisor = server.process.pid
+        with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as http:
+            before = counted(http, HEALTHZ)
+            ask(server.port, 20)
+            assert counted(http, HEALTHZ) == before + 20
+            assert [http.put(KERNEL).status_code for _ in range(4)] == [201, 200, 200, 200]
+            wait_for(lambda: counted(http, r'mlaprep_compiles_total\{result="ok"\} (\S+)') == 1)
+            first = children(supervisor)
+            assert len(first) == 2
+        os.kill(first[0], signal.SIGKILL)
+        wait_for(lambda: len(set(children(supervisor)) - set(first)) == 1)
+        with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as http:
+            ask(server.port, 10)
+            # Nothing that the dead one had counted is lost, and its gauges do not stay.
+            assert counted(http, HEALTHZ) == before + 30
+            wait_for(lambda: counted(http, r"(?m)^mlaprep_compile_processes (\S+)") <= 2)
+        workers = children(supervisor)
+        os.kill(supervisor, signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        assert not any(map(is_alive, workers))
+
+
+def test_workers_of_a_killed_supervisor_end_by_themselves(run_server: ServerMaker) -> None:
+    with run_server(MLAPREP_WORKERS="2", MLAPREP_READ_ONLY="on") as server:
+        workers = children(server.process.pid)
+        assert len(workers) == 2
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait(10)
+        deadline = time.monotonic() + 15
+        while any(map(is_alive, workers)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not any(map(is_alive, workers))
+
+
+def test_compilers_are_shared_out() -> None:
+    assert share_of_compilers(Settings(workers=4, compile_processes=8)) == 2
+    assert share_of_compilers(Settings(workers=4, compile_processes=1)) == 1
+    assert share_of_compilers(Settings(workers=1, compile_processes=3)) == 3
