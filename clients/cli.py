@@ -21,6 +21,7 @@ from mlaprep.clients import (
     cli_revoke,
     cli_token,
     cli_warmup,
+    cli_worker,
 )
 from mlaprep.clients.building import Obtained
 from mlaprep.clients.cli_inspect import Against, Resources, Sass, Save, View
@@ -144,6 +145,7 @@ app.command("misses")(cli_misses.misses)
 app.command("revoke")(cli_revoke.revoke)
 app.command("revocations")(cli_revoke.revocations)
 app.command("warmup")(cli_warmup.warmup)
+app.command("worker")(cli_worker.worker)
 app.command("config")(cli_config.config)
 app.add_typer(cli_keys.app, name="keys")
 app.add_typer(cli_token.app, name="token")

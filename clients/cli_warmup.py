@@ -174,13 +174,14 @@ def _shown(job: Job, *, quiet: bool) -> Iterator[Callable[[Job], None]]:
         yield lambda job: None
         return
     if not console.is_terminal:
-        told = -1
+        told = ""
 
         def tell(job: Job) -> None:
             nonlocal told
-            if job["done"] != told:
-                told = job["done"]
-                console.print(Text(f"[{told}/{job['total']}] {job['state']}"), soft_wrap=True)
+            line = f"[{job['done']}/{job['total']}] {job['note'] or job['state']}"
+            if line != told:
+                told = line
+                console.print(Text(line), soft_wrap=True)
 
         tell(job)
         yield tell
@@ -195,13 +196,16 @@ def _shown(job: Job, *, quiet: bool) -> Iterator[Callable[[Job], None]]:
     )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("warming up", total=job["total"], completed=job["done"])
-        yield lambda job: bar.update(task, completed=job["done"], total=job["total"])
+        yield lambda job: bar.update(
+            task, description=job["note"] or "warming up", completed=job["done"], total=job["total"]
+        )
 
 
 def _print_summary(job: Job) -> None:
     console = stderr()
     counts = f"{job['built']} built, {job['cached']} found built, {job['failed']} failed, of {job['total']}"
-    console.print(Text(f"warm-up {job['id']} {job['state']}: {counts}"), soft_wrap=True)
+    state = ", ".join(filter(None, (job["state"], job["note"])))
+    console.print(Text(f"warm-up {job['id']} {state}: {counts}"), soft_wrap=True)
     for failure in job["failures"]:
         line = f"{failure['variant_id']} for {failure['arch']}: {failure['detail']}"
         console.print(Text(line, "red"), soft_wrap=True)
@@ -217,11 +221,13 @@ def _checked(reply: Any, url: str) -> Job:
         job = {name: reply[name] for name in ("total", "done", "built", "cached", "failed")}
         if not all(isinstance(number, int) and not isinstance(number, bool) for number in job.values()):
             raise TypeError
-        texts = {name: plain(str(reply[name])) for name in ("id", "state")}
+        texts = {name: plain(str(reply.get(name, ""))) for name in ("id", "state", "note")}
+        if not texts["id"] or not texts["state"]:
+            raise KeyError("id, state")
         failures = [
             {name: plain(str(failure[name])) for name in ("variant_id", "arch", "detail")}
             for failure in reply["failures"]
         ]
-    except (TypeError, KeyError):
+    except (TypeError, KeyError, AttributeError):
         raise ArtifactRejected(f"{url} sent no warm-up job; is it an mlaprep service of this release?") from None
     return job | texts | {"failures": failures}

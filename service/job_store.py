@@ -108,6 +108,11 @@ class WarmupJob:
         return (self.total - self.done) * max(0.0, now - self.started_at) / self.done
 
 
+def is_job_id(text: str) -> bool:
+    """Whether a text can name a job, safe to build a path or a name from."""
+    return _ID.fullmatch(text) is not None
+
+
 class JobRecords(Protocol):
     """Where a job is kept while it runs."""
 
@@ -140,7 +145,7 @@ class JobStore:
 
     def get(self, job_id: str) -> WarmupJob | None:
         """A job by its id; one whose process is gone is interrupted."""
-        if not _ID.fullmatch(job_id):
+        if not is_job_id(job_id):
             return None
         own = self._memory.get(job_id)
         if own is not None and (self._root is None or not own.finished):
@@ -258,7 +263,7 @@ def decode_job(data: bytes) -> WarmupJob | None:
         assert document.pop("schema") == _SCHEMA
         failures = tuple(JobFailure(**failure) for failure in document.pop("failures"))
         job = WarmupJob(**document, failures=failures)
-        assert _ID.fullmatch(job.id)
+        assert is_job_id(job.id)
         assert job.state in STATES
         assert isinstance(job.plan, dict)
         numbers = (job.total, job.built, job.cached, job.failed, job.revision)

@@ -171,7 +171,7 @@ class JobRun:
     ) -> None:
         self._builder, self._store, self._markers, self._left = builder, store, markers, left
         self._asked_to_stop, self._is_closing = is_to_stop, is_closing
-        self._job = store.put(dataclasses.replace(job, state="running", started_at=time.time()))
+        self._job = store.put(dataclasses.replace(once_more(job), state="running", started_at=time.time()))
         self._saved = time.monotonic()
         self._flying: dict[Future[Built], tuple[Target, Flight]] = {}
         self._manifests: list[Manifest] = []
@@ -195,6 +195,10 @@ class JobRun:
             self._markers.note(plan, self._manifests)
         finished_at = None if state == "queued" else time.time()
         return self._store.put(dataclasses.replace(self._job, state=state, finished_at=finished_at))
+
+    def failed(self) -> WarmupJob:
+        """The job as one whose plan cannot be gone through."""
+        return dataclasses.replace(self._job, state="failed", finished_at=time.time())
 
     def _is_to_stop(self) -> bool:
         return self._is_closing() or self._asked_to_stop()

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlaprep.kernels_cache.artifact import Manifest
-from mlaprep.kernels_cache.errors import SigningError
+from mlaprep.kernels_cache.errors import SigningError, StoreError
 from mlaprep.kernels_cache.key import canonical_json
 from mlaprep.kernels_cache.key_files import read_signing_key
 from mlaprep.kernels_cache.opening import folder_of, open_store_or_memory
@@ -26,7 +26,9 @@ from mlaprep.service.catalog import Catalog
 from mlaprep.service.compiler import Compiler
 from mlaprep.service.job_store import JobStore
 from mlaprep.service.jobs import Jobs
+from mlaprep.service.markers import Markers
 from mlaprep.service.misses import Misses
+from mlaprep.service.queued_jobs import QueuedJobs
 from mlaprep.service.settings import Settings
 from mlaprep.service.shared import installation_warnings, open_shared, with_shared
 from mlaprep.service.shared_misses import SharedMisses
@@ -60,7 +62,7 @@ class Service:
     builder: Builder
     catalog: Catalog
     misses: Misses
-    jobs: Jobs
+    jobs: Jobs | QueuedJobs
     warnings: tuple[str, ...]
     """What is wrong with the installation without keeping it from working."""
     owns_compiler: bool
@@ -109,7 +111,7 @@ class Service:
         warnings = (*conflicts(), *([cache_warning] if cache_warning else []), *installation_warnings(shared))
         folder = folder_of(store)
         misses = Misses(folder, shared=None if shared is None else SharedMisses(shared.redis))
-        jobs = Jobs(builder, JobStore(folder))
+        jobs = _open_jobs(builder, shared)
         catalog = Catalog(builder)
         return cls(
             settings,
@@ -200,6 +202,15 @@ def open_store(settings: Settings) -> tuple[KernelStore, str]:
     if isinstance(store, MemoryStore | TieredStore) or settings.memory_max_bytes == 0:
         return store, warning
     return TieredStore([MemoryStore(settings.memory_max_bytes), store]), warning
+
+
+def _open_jobs(builder: Builder, shared: RedisStore | None) -> Jobs | QueuedJobs:
+    if shared is None:
+        return Jobs(builder, JobStore(folder_of(builder.store)))
+    try:
+        return QueuedJobs(shared.redis, Markers(builder, shared))
+    except StoreError as error:
+        raise SpecError(FieldProblem("MLAPREP_REDIS_URL", str(error), "a Redis, with the package rq")) from None
 
 
 def _signing_key(settings: Settings) -> SigningKey | None:

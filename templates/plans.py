@@ -50,8 +50,9 @@ class WarmupPlan:
 
     @property
     def digest(self) -> str:
-        """sha256 over what is to be built and the templates it is built from: two plans of one digest are one job."""
-        names = [[str(arch), spec.variant_id] for spec, arch in self.targets]
+        """sha256 over what is to be built, in whatever order, and the templates it is built from: two plans of one
+        digest are one job."""
+        names = sorted([str(arch), spec.variant_id] for spec, arch in self.targets)
         return hashlib.sha256(json.dumps([templates_fingerprint(), names]).encode()).hexdigest()
 
     def to_document(self) -> dict[str, Any]:

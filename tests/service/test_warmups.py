@@ -56,6 +56,7 @@ class TestPlan:
         plan = parse_plan(LARGE)
         again = parse_plan(json.loads(json.dumps(plan.to_document())))
         assert set(again.targets) == set(plan.targets)
+        assert again.digest == plan.digest
 
     def test_misses_are_asked_for_where_somebody_knows_them(self) -> None:
         lacking = [(KernelSpec(num_heads=7), Arch("sm_90a"))]

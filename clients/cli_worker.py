@@ -1,0 +1,36 @@
+"""The command that runs warm-up jobs of a fleet."""
+
+import logging
+from typing import Annotated
+
+import typer
+
+from mlaprep.clients.cli_config import ConfigOption, use_config
+from mlaprep.clients.cli_options import CacheDir
+from mlaprep.clients.cli_output import reports_errors
+from mlaprep.clients.errors import KernelUnavailable
+
+
+@reports_errors
+def worker(
+    cache_dir: CacheDir = None,
+    config: ConfigOption = None,
+    burst: Annotated[bool, typer.Option("--burst", help="End once no job waits.")] = False,
+) -> None:
+    """Run warm-up jobs of the service's replicas until SIGTERM or Ctrl-C. Needs MLAPREP_REDIS_URL, theirs.
+
+    Any number of these, on any machines. A job in hand goes back into the queue when its worker is stopped.
+    """
+    try:
+        from mlaprep.service.settings import read_settings
+        from mlaprep.service.worker import work
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("mlaprep"):
+            raise
+        raise KernelUnavailable(
+            f"cannot work: {error.name} is not installed; install mlaprep[service,cuda12,redis]"
+        ) from None
+    use_config(config)
+    settings = read_settings({} if cache_dir is None else {"cache_dir": cache_dir})
+    logging.getLogger().setLevel(logging.WARNING)
+    work(settings, burst=burst)
