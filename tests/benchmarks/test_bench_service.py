@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import document
 import pytest
 import service_goals
 import serving
@@ -81,3 +82,42 @@ def test_a_herd_and_a_start_without_wrk(root: Path, tmp_path: Path) -> None:
     for herd in (record["figures"]["herd"][name] for name in ("cold", "built")):
         assert (herd["compiles"], herd["different_cubins"], herd["errors"]) == (3, 3, 0)
         assert 0 < herd["p50_s"] <= herd["p99_s"] <= herd["most_s"] <= herd["wall_s"]
+
+
+def test_the_page_on_scaling_is_made_of_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"rps": {"median": 10_000, "least": 9_000, "most": 11_000}}
+    rates |= {key: {"median": 1.5, "least": 1.0, "most": 2.0} for key in ("p50_ms", "p99_ms")}
+    servers = dict.fromkeys(("service", "nginx"), rates)
+    herd = {"compiles": 40, "errors": 0, "p50_s": 1.0, "p99_s": 2.5, "wall_s": 3.0, "answers_a_second": 500.0}
+    figures = {
+        "artifacts": {
+            "bytes": 10_000,
+            "connections": 32,
+            "rounds": 9,
+            "servers": servers,
+        },
+        "parsers": {"ratios": {"with/without": {"rps": 3.0}}},
+        "warmup": {"kernels_a_second": {"service": {"median": 20.0}}},
+        "herd": {"workers": 2000, "kernels": 40, "cold": herd, "built": herd},
+    }
+    versions = {"python": "3.11", "uvicorn": "0.54", "nvrtc": "12.9", "nginx": "1.22", "wrk": "4.1"}
+    record = {"benchmark": "service", "schema": 1, "date": "2026-12-01T00:00:00Z", "wall_s": 9, "complete": True}
+    record |= {"machine": {"cpu": "a processor", "cores": 2}, "versions": versions, "figures": figures}
+    record["goals"] = service_goals.judge({}, cores=2)
+    monkeypatch.setattr(document, "RESULTS", tmp_path)
+    text = document.PAGES[1].read_text("utf-8")
+    assert "10,000 workers, 40 cubins each" not in document.renewed(text)
+    (tmp_path / "service-2core-2026-12-01.json").write_text(json.dumps(record))
+    made = document.renewed(text)
+    assert "| 10,000 workers, 40 cubins each | 400,000 × 10.0 KB | 4.0 GB |" in made
+    assert "| the same by digest from one process | 400,000 ÷ 10000 a second | 40 s |" in made
+    assert "| the same with 8 workers a node on one disk cache | 50,000 ÷ 500 a second | 100 s |" in made
+    assert "| building 40 variants for 4 architectures | 160 ÷ 20 a second | 8 s |" in made
+    assert "| empty | 40 | 0 | 1 | 2.5 | 3 |" in made
+    assert document._NOTHING not in made
+
+
+def test_the_pages_are_those_of_the_newest_records() -> None:
+    for page in document.PAGES:
+        text = page.read_text("utf-8")
+        assert document.renewed(text) == text, f"{page.name}: run python benchmarks/document.py"
