@@ -88,6 +88,7 @@ def create_app(
             _log.warning("%s", warning)
         if not service.settings.read_only:
             service.compiler.start()
+        service.catalog.start()
         publishing = asyncio.create_task(_publish(measured)) if measured.shared else None
         try:
             yield

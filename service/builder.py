@@ -217,17 +217,25 @@ class Builder:
         state = self.compiler.state()
         return None if state.status == "unavailable" else state.version or installed_nvrtc_version()
 
-    @staticmethod
-    def would_serve(manifest: Manifest, spec: KernelSpec, arch: Arch, version: str | None) -> bool:
-        """Whether :meth:`get` would give out this entry, as far as its manifest tells, where ``version`` serves."""
-        if version is None:
+    def would_serve(self, manifest: Manifest, spec: KernelSpec, arch: Arch, version: str | None) -> bool:
+        """Whether :meth:`get` would give out this entry, as far as its manifest and its link tell."""
+        if version is None or manifest.nvrtc_version != version:
+            return version is None
+        own = tuple(manifest.options) == tuple(compile_options(arch))
+        if own and self.store.resolve(_request(spec, arch)) == manifest.key:  # 20 times as fast as rendering
             return True
-        return manifest.nvrtc_version == version and manifest.key == _key(render(spec), arch, version)
+        # Past the caches: who looks at a whole store must not fill them with what nobody asked for.
+        return manifest.key == _key.__wrapped__(render.__wrapped__(spec), arch, version)
 
     def use(self, spec: KernelSpec, arch: Arch) -> Use | None:
         """How a kernel was used since this builder was made, if it was."""
         with self._lock:
             return self._uses.get((spec, arch))
+
+    def used(self) -> list[Target]:
+        """What was used since this builder was made, as far as it is noted."""
+        with self._lock:
+            return list(self._uses)
 
     def in_flight(self) -> frozenset[Target]:
         """What is being built now, or waits for it."""

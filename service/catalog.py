@@ -1,16 +1,17 @@
 """Catalog: which variants there are, and how far each is on every architecture."""
 
-import bisect
+import dataclasses
 import functools
-import heapq
+import itertools
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
 from mlaprep.kernels_cache.artifact import Manifest
 from mlaprep.service.builder import Builder, Target, Use
+from mlaprep.service.variant_order import Facet, Order, Place, VariantOrder
 from mlaprep.templates.arch import DEFAULT_ARCHS, Arch
 from mlaprep.templates.errors import SpecError
 from mlaprep.templates.presets import PRESETS, Preset
@@ -25,6 +26,8 @@ Sort = Literal["shape", "size", "registers", "hits", "last_use"]
 SORTS: Final[tuple[Sort, ...]] = get_args(Sort)
 
 _SNAPSHOT_S: Final = 1.0
+_SHORT_S: Final = 0.1  # a reading that may be done before an answer; a longer one goes on behind it
+_SHORT_AFTER_BUILD_S: Final = 1.0  # the same where this process has built more, which its callers expect to see
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,9 @@ class Filter:
     arch: Arch | None = None
     model: str | None = None
     num_heads: int | None = None
+    kv_lora_rank: int | None = None
+    tp: int | None = None
+    """Variants that a preset, or ``model``, has at this tensor-parallel degree."""
     layout: str | None = None
     state: State | None = None
     after: KernelSpec | None = None
@@ -69,7 +75,6 @@ class Page:
     total: int
 
 
-Order = tuple[int, int, int, str]
 _Manifests = Mapping[Target, Manifest]
 
 
@@ -80,16 +85,47 @@ class _Snapshot:
     manifests: _Manifests = field(default_factory=dict)
     archs: Mapping[KernelSpec, frozenset[Arch]] = field(default_factory=dict)
     """Of every variant in the store or of a preset."""
-    ordered: Sequence[tuple[Order, KernelSpec]] = ()
+    shapes: Mapping[KernelSpec, Order] = field(default_factory=dict)
+    """Where each of them stands by shape: its name is costly to spell."""
     compiles: int = -1
     taken: float = float("-inf")
     """When reading ended."""
     took: float = 0.0
+    orders: dict[tuple[Sort, Arch | None], VariantOrder] = field(default_factory=dict)
+    """Those that were asked for so far; making one looks at every variant."""
+
+    def order(self, sort: Sort, arch: Arch | None) -> VariantOrder:
+        """Every variant by shape, or by its largest figure on any architecture or on this one."""
+        key: tuple[Sort, Arch | None] = (sort, arch) if sort in ("size", "registers") else ("shape", None)
+        if (order := self.orders.get(key)) is None:
+            order = self.orders[key] = VariantOrder(
+                ((-self.figure(*key, spec), shape), spec, self._facets(spec)) for spec, shape in self.shapes.items()
+            )
+        return order
+
+    def figure(self, sort: Sort, arch: Arch | None, spec: KernelSpec, among: Iterable[Arch] | None = None) -> float:
+        """The largest size or number of registers of a variant, 0 where it is not built."""
+        if sort == "shape":
+            return 0
+        archs = among if among is not None else self.archs.get(spec, ()) if arch is None else (arch,)
+        built = [manifest for arch in archs if (manifest := self.manifests.get((spec, arch))) is not None]
+        return max((each.cubin_size if sort == "size" else each.registers for each in built), default=0)
+
+    def _facets(self, spec: KernelSpec) -> list[Facet]:
+        facets = list(_spec_facets(spec.num_heads, spec.kv_lora_rank, spec.rope_dim, spec.layout))
+        for arch in self.archs[spec]:
+            state = "built" if (spec, arch) in self.manifests else "missing"
+            facets += [("arch", arch), (state, arch), (state, None)]
+        return facets
 
     def is_fresh(self, compiles: int) -> bool:
         """Whether it will do; reading takes a fifth of the time at most, half where this process has built more."""
         pause = self.took if compiles != self.compiles else max(_SNAPSHOT_S, 4 * self.took)
         return time.monotonic() - self.taken <= pause
+
+
+_NOTHING: Final = _Snapshot()
+_FIRST_ORDERS: Final[tuple[tuple[Sort, Arch | None], ...]] = (("shape", None), ("size", None), ("registers", None))
 
 
 class _View:
@@ -104,10 +140,10 @@ class _View:
         for spec, arch in (*self._flights, *self._failures):
             self._others.setdefault(spec, set()).add(arch)
 
-    def ordered(self) -> Sequence[tuple[Order, KernelSpec]]:
-        """Every variant there is, in order."""
-        new = [(order_of(spec), spec) for spec in self._others if spec not in self.snapshot.archs]
-        return sorted((*self.snapshot.ordered, *new), key=_first) if new else self.snapshot.ordered
+    @property
+    def others(self) -> Set[KernelSpec]:
+        """Variants of which a snapshot does not know all: something of them is being built, or failed."""
+        return self._others.keys()
 
     def archs(self, spec: KernelSpec) -> Set[Arch]:
         """Where a variant is built, being built or failed, or would be for a preset."""
@@ -128,21 +164,45 @@ class _View:
             return archs
         return {arch for arch in archs if self.state((spec, arch)) == wanted.state}
 
-    def matching(
-        self, ordered: Iterable[tuple[Order, KernelSpec]], wanted: Filter
-    ) -> Iterator[tuple[KernelSpec, Set[Arch]]]:
-        """Variants that match, with the architectures that do."""
-        for _, spec in ordered:
-            if _matches(spec, wanted) and (archs := self.matching_archs(spec, wanted)):
-                yield spec, archs
-
     def figure(self, sort: Sort, spec: KernelSpec, archs: Iterable[Arch]) -> float:
         """What a listing is sorted by: the largest on any of these architectures, 0 where there is none."""
         if sort in ("hits", "last_use"):
             uses = [use for arch in archs if (use := self._builder.use(spec, arch)) is not None]
             return max((use.count if sort == "hits" else use.last for use in uses), default=0)
-        built = [self.snapshot.manifests[spec, arch] for arch in archs if (spec, arch) in self.snapshot.manifests]
-        return max((each.cubin_size if sort == "size" else each.registers for each in built), default=0)
+        return self.snapshot.figure(sort, None, spec, archs)
+
+    def place(self, sort: Sort, spec: KernelSpec, archs: Iterable[Arch]) -> Place:
+        """Where a variant stands in a listing that shows these architectures."""
+        return -self.figure(sort, spec, archs), order_of(spec)
+
+    def page(self, wanted: Filter, limit: int, sort: Sort) -> Page:
+        """What the snapshot knows comes from its bits; only what is in motion is looked at one by one."""
+        # What is not built has no figure, and stands by its shape.
+        by_figure = sort in ("size", "registers") and wanted.state in (None, "built")
+        ordered_by: Sort = sort if by_figure else "shape"
+        order = self.snapshot.order(ordered_by, wanted.arch)
+        alone = set(self.others)
+        if sort in ("hits", "last_use"):
+            alone |= {spec for spec, _ in self._builder.used()}
+        bits = 0 if wanted.state in ("building", "failed") else order.having(_wanted_facets(wanted))
+        known = (spec for spec in alone if spec in self.snapshot.archs)
+        bits = order.without(
+            bits, ((-self.snapshot.figure(ordered_by, wanted.arch, spec), order_of(spec)) for spec in known)
+        )
+        needed = set(_spec_facets_wanted(wanted))
+        moving = [
+            (self.place(sort, spec, archs), spec)
+            for spec in alone
+            if needed.issubset(_spec_facets(spec.num_heads, spec.kv_lora_rank, spec.rope_dim, spec.layout))
+            and (archs := self.matching_archs(spec, wanted))
+        ]
+        if wanted.after is not None:
+            last = self.place(sort, wanted.after, self.matching_archs(wanted.after, wanted))
+            bits = order.behind(bits, last)
+            moving = [entry for entry in moving if entry[0] > last]
+        first = sorted([*moving, *itertools.islice(order.walk(bits), limit)], key=lambda entry: entry[0])[:limit]
+        variants = tuple(self.describe(spec, self.matching_archs(spec, wanted)) for _, spec in first)
+        return Page(variants, bits.bit_count() + len(moving))
 
     def describe(self, spec: KernelSpec, archs: Iterable[Arch]) -> Variant:
         rows = tuple(
@@ -166,39 +226,23 @@ class Catalog:
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
         self._reading = threading.Lock()
-        self._snapshot = _Snapshot()
+        self._snapshot = _NOTHING
         self._version: str | None = None
         self._served: dict[str, Target | None] = {}
         """By key of an entry: what it is given out for, if for anything."""
 
     def page(self, wanted: Filter, limit: int, sort: Sort = "shape") -> Page:
         """The first variants that match, in order. What another process built shows within seconds."""
-        view = self._view()
-        ordered = view.ordered()
-        if sort != "shape":
-            return self._sorted_page(view, wanted, limit, sort)
-        start = 0 if wanted.after is None else bisect.bisect_right(ordered, order_of(wanted.after), key=_first)
-        page: list[Variant] = []
-        total = 0
-        for spec, archs in view.matching(ordered[start:], wanted):
-            total += 1
-            if len(page) < limit:
-                page.append(view.describe(spec, archs))
-        return Page(tuple(page), total)
+        return self._view().page(wanted, limit, sort)
 
-    @staticmethod
-    def _sorted_page(view: _View, wanted: Filter, limit: int, sort: Sort) -> Page:
-        """As :meth:`page`, the largest figures first. A figure that changes between two pages moves its variant."""
+    def start(self) -> None:
+        """Read the store in a thread of its own, so that the first question need not."""
+        self._refresh_behind()
 
-        def place(spec: KernelSpec, archs: Iterable[Arch]) -> tuple[float, Order]:
-            return -view.figure(sort, spec, archs), order_of(spec)
-
-        found = [(place(spec, archs), spec, archs) for spec, archs in view.matching(view.ordered(), wanted)]
-        if wanted.after is not None:
-            last = place(wanted.after, view.matching_archs(wanted.after, wanted))
-            found = [entry for entry in found if entry[0] > last]
-        first = heapq.nsmallest(limit, found, key=lambda entry: entry[0])
-        return Page(tuple(view.describe(spec, archs) for _, spec, archs in first), len(found))
+    @property
+    def is_indexing(self) -> bool:
+        """Whether the store is being read for the first time."""
+        return self._snapshot is _NOTHING and self._reading.locked()
 
     def variant(self, spec: KernelSpec, archs: Iterable[Arch]) -> Variant:
         """One variant on each of these architectures that can run it, and on those it is built for."""
@@ -212,13 +256,25 @@ class Catalog:
 
     def _view(self) -> _View:
         snapshot = self._snapshot
-        if not snapshot.is_fresh(self._builder.compiles) and self._reading.acquire(blocking=not snapshot.ordered):
-            try:
-                if not self._snapshot.is_fresh(self._builder.compiles):
-                    self._snapshot = self._read()
-            finally:
-                self._reading.release()
+        if not snapshot.is_fresh(self._builder.compiles):
+            short = _SHORT_S if snapshot.compiles == self._builder.compiles else _SHORT_AFTER_BUILD_S
+            if snapshot is _NOTHING or snapshot.took <= short:
+                self._refresh(wait=snapshot is _NOTHING)
+            elif not self._reading.locked():
+                self._refresh_behind()
         return _View(self._snapshot, self._builder)
+
+    def _refresh(self, *, wait: bool) -> None:
+        if not self._reading.acquire(blocking=wait):
+            return
+        try:
+            if not self._snapshot.is_fresh(self._builder.compiles):
+                self._snapshot = self._read()
+        finally:
+            self._reading.release()
+
+    def _refresh_behind(self) -> None:
+        threading.Thread(target=self._refresh, kwargs={"wait": False}, name="mlaprep-catalog", daemon=True).start()
 
     def _read(self) -> _Snapshot:
         began, compiles = time.monotonic(), self._builder.compiles
@@ -228,15 +284,18 @@ class Catalog:
             archs.setdefault(spec, set()).add(arch)
         for spec in preset_specs():
             archs.setdefault(spec, set()).update(arch for arch in DEFAULT_ARCHS if _runs(spec, arch))
+        last = self._snapshot
+        known = {spec: frozenset(each) for spec, each in archs.items()}
+        if known == last.archs and manifests == last.manifests:
+            orders = last.orders
+        else:
+            orders = {}
+        shapes = {spec: last.shapes.get(spec) or order_of(spec) for spec in known}
+        snapshot = _Snapshot(manifests, known, shapes, compiles, orders=orders)
+        for asked in last.orders or _FIRST_ORDERS:
+            snapshot.order(*asked)
         taken = time.monotonic()
-        return _Snapshot(
-            manifests=manifests,
-            archs={spec: frozenset(known) for spec, known in archs.items()},
-            ordered=sorted(((order_of(spec), spec) for spec in archs), key=_first),
-            compiles=compiles,
-            taken=taken,
-            took=taken - began,
-        )
+        return dataclasses.replace(snapshot, taken=taken, took=taken - began)
 
     def _entries(self) -> Iterator[tuple[Target, Manifest]]:
         """The entries that a worker would be given: of this release's source and this compiler, the latest last."""
@@ -256,10 +315,6 @@ class Catalog:
         except SpecError:  # from a release that knew more
             return None
         return (spec, arch) if self._builder.would_serve(manifest, spec, arch, version) else None
-
-
-def _first(pair: tuple[Order, KernelSpec]) -> Order:
-    return pair[0]
 
 
 def order_of(spec: KernelSpec) -> Order:
@@ -283,12 +338,32 @@ def _serves(spec: KernelSpec, preset: Preset) -> bool:
     return shape and spec.num_heads in {preset.num_heads // tp for tp in preset.tp_degrees}
 
 
-def _matches(spec: KernelSpec, wanted: Filter) -> bool:
-    return (
-        (wanted.num_heads is None or spec.num_heads == wanted.num_heads)
-        and (wanted.layout is None or spec.layout == wanted.layout)
-        and (wanted.model is None or _serves(spec, PRESETS[wanted.model]))
-    )
+@functools.lru_cache(maxsize=65536)
+def _spec_facets(num_heads: int, kv_lora_rank: int, rope_dim: int, layout: str) -> frozenset[Facet]:
+    """What a listing filters by and that never changes of a variant."""
+    facets: set[Facet] = {("num_heads", num_heads), ("kv_lora_rank", kv_lora_rank), ("layout", layout)}
+    for name, preset in PRESETS.items():
+        if (kv_lora_rank, rope_dim, layout) == (preset.kv_lora_rank, preset.rope_dim, preset.layout):
+            for tp in preset.tp_degrees:
+                if preset.num_heads // tp == num_heads:
+                    facets |= {("model", name), ("tp", tp), ("tp", (name, tp))}
+    return frozenset(facets)
+
+
+def _spec_facets_wanted(wanted: Filter) -> Iterator[Facet]:
+    for name in ("num_heads", "kv_lora_rank", "layout", "model"):
+        if (value := getattr(wanted, name)) is not None:
+            yield name, value
+    if wanted.tp is not None:
+        yield "tp", wanted.tp if wanted.model is None else (wanted.model, wanted.tp)
+
+
+def _wanted_facets(wanted: Filter) -> Iterator[Facet]:
+    yield from _spec_facets_wanted(wanted)
+    if wanted.state is not None:
+        yield wanted.state, wanted.arch
+    elif wanted.arch is not None:
+        yield "arch", wanted.arch
 
 
 def _runs(spec: KernelSpec, arch: Arch) -> bool:

@@ -328,6 +328,7 @@ class ReadyReply(Reply):
     reasons: list[str] = Field(description="why it is not ready", examples=[[]])
     warnings: list[str] = Field(description="what is wrong without keeping it from working", examples=[[]])
     read_only: bool = Field(examples=[False])
+    indexing: bool = Field(description="whether the store is read for the first time; listings wait", examples=[False])
     signing_key: str | None = Field(description="id of the key that signs what is served", examples=[None])
     compiler: CompilerReply
     store: StoreReply

@@ -63,6 +63,7 @@ def ready_document(service: Service, draining: bool) -> dict[str, Any]:
         "reasons": reasons,
         "warnings": [*service.warnings, *service.access.warnings(), *shared_warnings(service.shared)],
         "read_only": service.settings.read_only,
+        "indexing": service.catalog.is_indexing,
         "signing_key": None if service.signing_key is None else service.signing_key.public.key_id,
         "compiler": {
             "status": compiler.status,

@@ -8,11 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from cache.samples import make_artifact
+from listing_kit import Listed, manifests_of
 from service_kit import ClientMaker
 
-from mlaprep.kernels_cache.artifact import Manifest
-from mlaprep.kernels_cache.store import MemoryStore
 from mlaprep.service import builder as builder_module
 from mlaprep.service.builder import Builder
 from mlaprep.service.catalog import SORTS, Catalog, Filter, Sort, order_of, preset_specs
@@ -21,33 +19,6 @@ from mlaprep.templates.arch import Arch
 from mlaprep.templates.spec import KernelSpec
 
 KERNEL = "/v1/kernels/sm_100a/mla_prepare-h12-r512-d64-bf16-fp8-norope-i64-pdl"
-
-
-class Listed(MemoryStore):
-    """A store that holds manifests only, and counts and slows down each look at them."""
-
-    def __init__(self, manifests: list[Manifest], pause_s: float = 0.0) -> None:
-        super().__init__()
-        self.manifests, self.pause_s, self.looks, self.at_once, self.most = manifests, pause_s, 0, 0, 0
-
-    def list(self, arch: str | None = None) -> Iterator[Manifest]:
-        self.looks += 1
-        self.at_once += 1
-        self.most = max(self.most, self.at_once)
-        time.sleep(self.pause_s)
-        self.at_once -= 1
-        return iter(list(self.manifests))
-
-
-def manifests_of(count: int) -> list[Manifest]:
-    """Of so many variants, which differ in a constant stride."""
-    template = make_artifact(arch="sm_100a").manifest.to_dict()
-    made = []
-    for number in range(count):
-        spec = KernelSpec(num_heads=1 + number % 100, out_token_stride=65536 + 16 * number)
-        changes = {"spec": spec.to_dict(), "variant_id": spec.variant_id, "key": f"{number:064x}"}
-        made.append(Manifest.from_dict(template | changes))
-    return made
 
 
 @pytest.fixture(autouse=True)
