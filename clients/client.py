@@ -13,6 +13,7 @@ from mlaprep.clients.misses import MissReporter, reports_by_environment
 from mlaprep.clients.named import as_arch, as_named, as_spec
 from mlaprep.clients.outlook import Outlook, foresee
 from mlaprep.clients.pins import Pins, pinned_keys
+from mlaprep.clients.plan import read_measured
 from mlaprep.clients.rest import DEFAULT_TIMEOUT_S, RestTransport
 from mlaprep.clients.serving import OnColdCapture, OnMiss, Serving, arch_of, is_capturing
 from mlaprep.clients.specialise import MAX_SPECIALISATIONS, Specialisations
@@ -133,7 +134,9 @@ class KernelClient:
         )
 
     def _configure(self, configuration: Configuration) -> None:
-        read_templates()  # not while a worker waits for its first kernel
+        # Not while a worker waits for its first kernel.
+        read_templates()
+        read_measured()
         self._configuration = given = configuration
         self.on_miss: OnMiss = given.on_miss
         self.on_cold_capture: OnColdCapture = given.on_cold_capture
@@ -221,13 +224,13 @@ class KernelClient:
 
         wanted = as_spec(spec, fields)
         if device is None and arch is not None:
-            return self._serving.made(self.obtain(wanted, arch))
+            return self._serving.made(wanted, self.obtain(wanted, arch))
         driver, ordinal = cuda_driver(), device_ordinal(device)
         if arch is None:
             return self._serving.bring(wanted, arch_of(wanted, ordinal), ordinal)[0]
         target = as_arch(arch)
         if target != Arch.for_device(driver.capability(ordinal)):
-            return self._serving.made(self.obtain(wanted, target), driver).load(ordinal)
+            return self._serving.made(wanted, self.obtain(wanted, target), driver).load(ordinal)
         return self._serving.bring(wanted, target, ordinal)[0]
 
     def bring(self, spec: KernelSpec, arch: Arch, device: int) -> "tuple[KernelHandle, Tier | Literal['loaded']]":

@@ -50,6 +50,8 @@ class KernelHandle:
         driver: what loads and launches it; the CUDA driver by default.
         tier: the place that had it.
         on_loaded: called with this handle, the device and the milliseconds it took, once a device.
+        spec: what the artifact was proved to be made from, by :func:`mlaprep.kernels_cache.origin.require_own`; proved
+            here where it is not given.
 
     Raises:
         ArtifactRejected: the artifact does not verify, or is not called as this release calls its spec.
@@ -63,14 +65,16 @@ class KernelHandle:
         *,
         tier: Tier = "memory",
         on_loaded: "Callable[[KernelHandle, int, float], None] | None" = None,
+        spec: KernelSpec | None = None,
     ) -> None:
         manifest = artifact.manifest
         try:
             artifact.verify()
-            self.spec: Final = KernelSpec.from_dict(manifest.spec)
+            self.spec: Final = KernelSpec.from_dict(manifest.spec) if spec is None else spec
             self.arch: Final = Arch(manifest.arch)
-            # Arguments go to the driver by the manifest's word: a wrong list is memory written at random.
-            require_own_call(manifest, render(self.spec))
+            if spec is None:
+                # Arguments go to the driver by the manifest's word: a wrong list is memory written at random.
+                require_own_call(manifest, render(self.spec))
         except ArtifactError as error:
             raise ArtifactRejected(f"asked for {manifest.variant_id}: {error}", reason=error.reason) from error
         except SpecError as error:

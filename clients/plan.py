@@ -53,12 +53,19 @@ class Bucket:
 def measured_buckets(arch: str, rotates: bool) -> tuple[Bucket, ...]:
     """The buckets that ``benchmarks/tune_prepare.py`` measured on a GPU of this architecture for kernels that rotate,
     or for those that do not, in the order to look in; empty where none was measured."""
-    measured = json.loads(_MEASURED.read_text("utf-8"))["archs"].get(arch, {"buckets": []})
+    measured = read_measured().get(arch, {"buckets": []})
     return tuple(
         Bucket(bucket["rows_per_token_max"], bucket["tokens_max"], bucket["threads_per_block"])
         for bucket in measured["buckets"]
         if bucket["rotates"] is rotates
     )
+
+
+@functools.cache
+def read_measured() -> Mapping[str, Any]:
+    """What was measured, by architecture."""
+    archs: Mapping[str, Any] = json.loads(_MEASURED.read_text("utf-8"))["archs"]
+    return archs
 
 
 def plan_launch(shape: RowShape, tokens: int, multiprocessors: int, buckets: Sequence[Bucket] = ()) -> LaunchConfig:

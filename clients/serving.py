@@ -58,11 +58,11 @@ class Serving:
         self._handles: dict[tuple[KernelSpec, Arch], KernelHandle] = {}
         self.specialisations.forget()
 
-    def made(self, obtained: Obtained, driver: "KernelDriver | None" = None) -> "KernelHandle":
-        """A handle of a kernel that was brought, loaded on no device yet."""
+    def made(self, spec: KernelSpec, obtained: Obtained, driver: "KernelDriver | None" = None) -> "KernelHandle":
+        """A handle of a kernel that was brought for ``spec``, loaded on no device yet."""
         from mlaprep.clients.handle import KernelHandle
 
-        return KernelHandle(obtained.artifact, driver, tier=obtained.tier, on_loaded=self._loaded)
+        return KernelHandle(obtained.artifact, driver, tier=obtained.tier, on_loaded=self._loaded, spec=spec)
 
     def bring(self, spec: KernelSpec, arch: Arch, device: int) -> "tuple[KernelHandle, Tier | Literal['loaded']]":
         """A kernel loaded on a device of its architecture, and the place that had it.
@@ -79,9 +79,9 @@ class Serving:
         obtained = self._obtain(spec, arch)
         handle = self._handles.get((spec, arch))
         if handle is None:
-            handle = self._handles.setdefault((spec, arch), self.made(obtained, cuda_driver()))
+            handle = self._handles.setdefault((spec, arch), self.made(spec, obtained, cuda_driver()))
         if handle.artifact.digest != obtained.artifact.digest:  # revoked since, so another build serves
-            handle = self._handles[spec, arch] = self.made(obtained, cuda_driver())
+            handle = self._handles[spec, arch] = self.made(spec, obtained, cuda_driver())
         handle = handle.load(device)
         self._serving[spec, device] = handle
         return handle, obtained.tier

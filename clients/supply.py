@@ -190,14 +190,14 @@ class KernelSupply:
         troubles: list[str] = []
         self._revoked.learn()
         linked = self.store.resolve(request)
-        if (artifact := self._from_store(request, spec, arch, refusals, troubles)) is not None:
+        if (artifact := self._from_store(linked, spec, arch, refusals, troubles)) is not None:
             return self._count("disk", artifact, cached=True)
         if (artifact := self._from_bundles(spec, arch, refusals, troubles)) is not None:
             return self._count("bundle", artifact, cached=True)
         render(spec)  # while another process may be bringing the kernel, not after
         while (obtained := self._bring(request, linked, spec, arch, refusals, troubles)) is None:
             linked = self.store.resolve(request)
-            if (artifact := self._from_store(request, spec, arch, refusals, troubles)) is not None:
+            if (artifact := self._from_store(linked, spec, arch, refusals, troubles)) is not None:
                 return self._count("disk", artifact, cached=True)
         return obtained
 
@@ -219,7 +219,7 @@ class KernelSupply:
         with self.store.key_lock(request, LOCK_TIMEOUT_S, unless=linked_anew):
             if linked_anew():
                 return None
-            if (artifact := self._from_store(request, spec, arch, refusals, troubles)) is not None:
+            if (artifact := self._from_store(linked, spec, arch, refusals, troubles)) is not None:
                 return self._count("disk", artifact, cached=True)
             cause: MlaprepError | None = refusals[-1] if refusals else None
             attempts = [*dict.fromkeys([*map(str, refusals), *troubles])] or ["not in the local store"]
@@ -286,12 +286,11 @@ class KernelSupply:
         self._require_trusted(manifest, place, refusals)
 
     def _from_store(
-        self, request: str, spec: KernelSpec, arch: Arch, refusals: list[ArtifactRejected], troubles: list[str]
+        self, key: str | None, spec: KernelSpec, arch: Arch, refusals: list[ArtifactRejected], troubles: list[str]
     ) -> KernelArtifact | None:
-        """The kernel that a link leads to; one that no pinned key vouches for is told in ``refusals``, one that is
+        """The kernel that a link leads to, ``key``; one that no pinned key vouches for is told in ``refusals``, one that is
         revoked in ``troubles``, and it is removed."""
         store = self.store
-        key = store.resolve(request)
         artifact = None if key is None else store.get(key)
         if artifact is None:
             return None

@@ -27,6 +27,7 @@ ENTRY: Final = "mla_prepare"
 
 MAX_THREADS_PER_BLOCK: Final = 576
 _ROOT_TEMPLATE: Final = "mla_prepare.cu.j2"
+_LINE: Final = 96
 
 
 @dataclass(frozen=True)
@@ -218,10 +219,9 @@ def _context(spec: KernelSpec) -> dict[str, Any]:
         (pointers.get(p.name, "const Element*") if p.type == "pointer" else c_types[p.type], p.name)
         for p in kernel_parameters(spec)
     ]
-    shown = ", ".join(f"{name} {_spell(getattr(spec, name))}" for name in FIELDS)
     return {
         "spec": spec,
-        "shown": shown,
+        "shown": _shown(spec),
         "fingerprint": templates_fingerprint(),
         "jinja2_version": jinja2.__version__,
         "parameters": parameters,
@@ -235,6 +235,19 @@ def _context(spec: KernelSpec) -> dict[str, Any]:
         "element_store_words": _element_store_words(spec),
         "tile": TILE,
     }
+
+
+def _shown(spec: KernelSpec) -> list[str]:
+    """Every field with its value, in lines of a comment."""
+    lines, line = [], ""
+    for name in FIELDS:
+        item = f"{name} {_spell(getattr(spec, name))}"
+        if line and len(line) + len(item) + 2 > _LINE:
+            lines.append(line + ",")
+            line = item
+        else:
+            line = f"{line}, {item}" if line else item
+    return [*lines, line]
 
 
 def _spell(value: object) -> str:
