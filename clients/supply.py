@@ -288,7 +288,7 @@ class KernelSupply:
     def _from_store(
         self, key: str | None, spec: KernelSpec, arch: Arch, refusals: list[ArtifactRejected], troubles: list[str]
     ) -> KernelArtifact | None:
-        """The kernel that a link leads to, ``key``; one that no pinned key vouches for is told in ``refusals``, one that is
+        """The kernel that a link leads to; one that no pinned key vouches for is told in ``refusals``, one that is
         revoked in ``troubles``, and it is removed."""
         store = self.store
         artifact = None if key is None else store.get(key)
