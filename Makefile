@@ -23,7 +23,7 @@ inputs := $(shell cat pyproject.toml requirements.lock clients/_layouts.c | sha2
 runtime := $(VENV)/.runtime-$(inputs)
 develop := $(VENV)/.develop-$(inputs)
 
-.PHONY: help setup setup-dev demo test test-sglang check kernel-check check-deploy prove-image serve bench docs templates lock clean
+.PHONY: help setup setup-dev demo test soak test-sglang check kernel-check check-deploy prove-image serve bench docs templates lock clean
 
 help:
 	@sed -n '1,8s/^# \{0,1\}//p' Makefile
@@ -59,6 +59,10 @@ check: $(develop)
 	@$(bin)/ruff format --check .
 	@$(bin)/mypy -p mlaprep
 	@$(bin)/lint-imports --no-logo
+
+# Ten minutes of mixed traffic on one server, whose memory has to stay flat.
+soak: $(develop)
+	@$(bin)/pytest -s -o timeout=1200 tests/faults/test_soak.py --soak-seconds 600 $(ARGS)
 
 test: $(develop)
 	@$(bin)/pytest -n 2 --dist loadfile $(ARGS)

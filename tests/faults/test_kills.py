@@ -145,7 +145,7 @@ def test_B051_a_server_killed_at_random(tmp_path: Path, fault_rounds: int, chanc
         assert set(told.values()) <= set(whole(root).values())
     let_time_pass(root)
     with running_server(tmp_path) as server:
-        assert put(server.url, kernel(99)) is not None
+        assert put(server.url, kernel(256)) is not None
         for path, digest in told.items():
             assert proved(put(server.url, path) or {}) == digest
         counters = httpx.get(server.url + "/readyz").json()
