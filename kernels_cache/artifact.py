@@ -1,15 +1,17 @@
 """KernelArtifact: a compiled kernel with its manifest and source, and the proof that the three belong together."""
 
+import functools
 import hashlib
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 from mlaprep.kernels_cache.elf import MAX_CUBIN_BYTES, check_cubin
 from mlaprep.kernels_cache.errors import ArtifactError
+from mlaprep.kernels_cache.json_text import JsonText
 from mlaprep.kernels_cache.key import SCHEMA, cache_key, canonical_json, is_arch, is_digest, json_value, write_json
 from mlaprep.kernels_cache.strict_json import MAX_INTEGER, parse_strict
 
@@ -30,7 +32,6 @@ _TEXTS: Final[Mapping[str, re.Pattern[str]]] = {
     "created_at": re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|\+00:00)", re.ASCII),
 }
 _OPTION: Final = re.compile(r"[ -Z\\^-z|~]{1,256}", re.ASCII)  # printable, no bracket of any kind
-_SAFE: Final = frozenset({str, float, bool, type(None)})
 _SIGNATURE: Final = re.compile(r"[!-~]{1,1024}", re.ASCII)
 _COUNTS: Final = ("cubin_size", "registers", "spill_stores", "spill_loads", "stack_bytes", "shared_bytes")
 
@@ -46,7 +47,7 @@ class Manifest:
     schema: int = SCHEMA
     """Version of the key encoding and of this manifest; others are refused."""
     variant_id: str
-    spec: Mapping[str, Any]
+    spec: JsonText
     """The full kernel specification, as JSON values; a copy of the manifest's own that nobody can change."""
     arch: str
     key: str
@@ -58,7 +59,7 @@ class Manifest:
     """Digest of the source's UTF-8 text."""
     entry: str
     """Name of the kernel's entry point."""
-    launch: Mapping[str, Any]
+    launch: JsonText
     """What a caller needs to launch it, as JSON values; read-only as well, with tuples for lists."""
     registers: int
     """Registers a thread."""
@@ -78,9 +79,6 @@ class Manifest:
     """UTC, RFC 3339, e.g. ``2026-01-31T12:00:00Z``."""
     signature: str | None = None
     """Who vouches for all of the above; see :mod:`mlaprep.kernels_cache.signing`."""
-    spec_json: str = field(init=False, repr=False, compare=False)
-    """Canonical JSON of ``spec``; no member of the JSON text, and neither is the next."""
-    launch_json: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if type(self.schema) is not int or self.schema != SCHEMA:
@@ -104,11 +102,12 @@ class Manifest:
         _require("options", len(self.options) <= _MAX_OPTIONS)
         _require("options", all(_matches(_OPTION, option) for option in self.options))
         _require("options", sum(map(len, self.options)) <= _MAX_PART_BYTES // 4)
-        for name in ("spec", "launch"):
-            value, text = _json_object(name, getattr(self, name))
-            object.__setattr__(self, name, value)
-            object.__setattr__(self, f"{name}_json", text)
-        object.__setattr__(self, "options", tuple(self.options))
+        object.__setattr__(self, "spec", _json_object("spec", self.spec))
+        # What many manifests have alike is one object in the process.
+        object.__setattr__(self, "launch", _json_object("launch", self.launch).shared())
+        object.__setattr__(self, "options", _shared_options(tuple(self.options)))
+        for name in ("arch", "entry", "nvrtc_version"):
+            object.__setattr__(self, name, sys.intern(getattr(self, name)))
         object.__setattr__(self, "compile_ms", float(self.compile_ms))
 
     def __reduce__(self) -> tuple[Callable[[object], Self], tuple[dict[str, Any]]]:
@@ -184,7 +183,7 @@ class Manifest:
     def _json(self, seal: str) -> str:
         """Canonical JSON of every member, with ``seal`` where its name belongs."""
         first, middle, last = (write_json({name: getattr(self, name) for name in names})[1:-1] for names in _BETWEEN)
-        return f'{{{first},"launch":{self.launch_json},{seal}{middle},"spec":{self.spec_json},{last}}}'
+        return f'{{{first},"launch":{self.launch.text},{seal}{middle},"spec":{self.spec.text},{last}}}'
 
 
 _NAMES: Final = tuple(sorted(item.name for item in fields(Manifest) if item.init))
@@ -238,7 +237,7 @@ class KernelArtifact:
             raise ArtifactError("wrong-key", f"asked for key {key!r:.66}, found {manifest.key}")
         if arch is not None and manifest.arch != arch:
             raise ArtifactError("wrong-arch", f"asked for {arch!r:.18}, found {manifest.arch}")
-        if spec is not None and canonical_json(spec) != manifest.spec_json:
+        if spec is not None and canonical_json(spec) != manifest.spec.text:
             raise ArtifactError("wrong-spec", f"asked for another spec than that of {manifest.variant_id}")
         if not self._proved:
             self._prove()
@@ -278,6 +277,11 @@ def utc_now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+@functools.lru_cache(maxsize=64)
+def _shared_options(options: tuple[str, ...]) -> tuple[str, ...]:
+    return options
+
+
 def _require(name: str, good: bool) -> None:
     if not good:
         raise ArtifactError("manifest", f"a manifest whose {name} is not allowed")
@@ -295,27 +299,16 @@ def _is_time(text: str) -> bool:
     return True
 
 
-def _json_object(name: str, value: object) -> tuple[Any, str]:
-    """A private, read-only copy that the manifest's own JSON text can carry, and its text."""
+def _json_object(name: str, value: object) -> JsonText:
+    """A private, read-only copy that the manifest's own JSON text can carry."""
     _require(name, isinstance(value, Mapping))
     try:
-        copy = json_value(value)
-        text = write_json(copy)
-        _require(name, len(text) <= _MAX_PART_BYTES and text.count("{") + text.count("[") <= _MAX_PART_BRACKETS)
-        return _frozen(copy), text
+        copy = JsonText(cast(Mapping[str, Any], value))
     except (TypeError, ValueError, RecursionError):
         raise ArtifactError("manifest", f"a manifest whose {name} holds what JSON cannot, or too much") from None
-
-
-def _frozen(value: Any) -> Any:
-    kind = type(value)
-    if kind is dict:
-        return MappingProxyType({name: item if type(item) in _SAFE else _frozen(item) for name, item in value.items()})
-    if kind is list:
-        return tuple(item if type(item) in _SAFE else _frozen(item) for item in value)
-    if kind is int and abs(value) > MAX_INTEGER:
-        raise ValueError("an integer of more than 64 bits")
-    return value
+    text = copy.text
+    _require(name, len(text) <= _MAX_PART_BYTES and text.count("{") + text.count("[") <= _MAX_PART_BRACKETS)
+    return copy
 
 
 def _parse(text: bytes | str) -> object:

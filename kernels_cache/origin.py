@@ -69,7 +69,7 @@ def require_own_call(manifest: Manifest, source: GeneratedSource) -> None:
     """
     if manifest.entry != source.entry:
         raise ArtifactError("entry", f"asked for the entry point {source.entry}, found {manifest.entry}")
-    if manifest.launch_json != canonical_json(source.launch):
+    if manifest.launch.text != canonical_json(source.launch):
         raise ArtifactError("launch", f"found other launch parameters than those of {source.spec.variant_id}")
 
 
@@ -82,7 +82,7 @@ def find_own(
     ArtifactError is left out.
     """
     spec = canonical_json(source.spec.to_dict())
-    alike = [manifest for manifest in store.list(arch) if manifest.spec_json == spec]
+    alike = [manifest for manifest in store.list(arch) if manifest.spec.text == spec]
     for manifest in sorted(alike, key=lambda manifest: manifest.created_at, reverse=True):
         artifact = store.get(manifest.key)
         if artifact is None:

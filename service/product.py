@@ -7,6 +7,7 @@ from typing import Any, Final
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest, utc_now
 from mlaprep.kernels_cache.elf import check_cubin, complete_cubin
 from mlaprep.kernels_cache.errors import ArtifactError
+from mlaprep.kernels_cache.json_text import JsonText
 from mlaprep.kernels_cache.key import cache_key
 from mlaprep.service.errors import CompileFailed
 from mlaprep.service.resources import parse_resources
@@ -39,14 +40,14 @@ def make_artifact(
         raise CompileFailed(f"NVRTC gave no usable kernel for {arch}: {error}", shown(log)) from None
     manifest = Manifest(
         variant_id=source.spec.variant_id,
-        spec=source.spec.to_dict(),
+        spec=JsonText(source.spec.to_dict()),
         arch=arch.name,
         key=cache_key(source=source.text, options=options, arch=arch.name, nvrtc_version=toolchain.version),
         cubin_sha256=hashlib.sha256(cubin).hexdigest(),
         cubin_size=len(cubin),
         source_sha256=source.sha256,
         entry=source.entry,
-        launch=source.launch,
+        launch=JsonText(source.launch),
         registers=usage.registers,
         spill_stores=usage.spill_stores,
         spill_loads=usage.spill_loads,

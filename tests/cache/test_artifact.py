@@ -263,7 +263,7 @@ def test_utc_now_is_what_a_manifest_takes() -> None:
 
 
 def test_a_whole_artifact_verifies() -> None:
-    spec = dict(reversed(MANIFEST.spec.items()))
+    spec = dict(reversed(list(MANIFEST.spec.items())))
     ARTIFACT.verify()
     ARTIFACT.verify(key=ARTIFACT.key, arch="sm_90a", spec=spec)
     assert (ARTIFACT.key, ARTIFACT.digest) == (MANIFEST.key, MANIFEST.cubin_sha256)
