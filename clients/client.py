@@ -3,10 +3,11 @@
 import os
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mlaprep.clients.building import KernelBuilder, Obtained
 from mlaprep.clients.bundles import Bundles, Paths, bundle_paths
+from mlaprep.clients.configuring import check_arguments
 from mlaprep.clients.decisions import Decisions
 from mlaprep.clients.errors import KernelUnavailable
 from mlaprep.clients.misses import MissReporter, reports_by_environment
@@ -28,8 +29,6 @@ from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.kernels_cache.trust import TrustedKeys
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.environment import read_count, read_switch
-from mlaprep.templates.errors import FieldProblem, SpecError
-from mlaprep.templates.fields import describe
 from mlaprep.templates.render import read_templates
 from mlaprep.templates.spec import KernelSpec
 
@@ -88,7 +87,7 @@ class KernelClient:
             kernel that takes strides at launch. ``MLAPREP_MAX_SPECIALISATIONS`` by default, else 32.
 
     Raises:
-        SpecError: an ``on_miss``, ``on_cold_capture``, URL or token that cannot be used, an ``MLAPREP_OFFLINE``,
+        SpecError: an argument that cannot be used, each named; an ``MLAPREP_OFFLINE``,
             ``MLAPREP_DISABLE``, ``MLAPREP_VERIFY`` or ``MLAPREP_REPORT_MISSES`` that is no switch, or keys that are
             none, an empty list included.
     """
@@ -109,12 +108,7 @@ class KernelClient:
         bundles: Paths | None = None,
         max_specialisations: int | None = None,
     ) -> None:
-        for name, value, words in (
-            ("on_miss", on_miss, get_args(OnMiss)),
-            ("on_cold_capture", on_cold_capture, get_args(OnColdCapture)),
-        ):
-            if value not in words:
-                raise SpecError(FieldProblem(name, describe(value), "one of " + ", ".join(words)))
+        check_arguments(locals())
         url = url or os.environ.get("MLAPREP_URL") or None
         token = token or os.environ.get("MLAPREP_TOKEN") or None
         if offline is None:
@@ -212,19 +206,19 @@ class KernelClient:
                 ``device`` no driver is touched, and the handle loads itself where it is first called.
 
         Raises:
-            TypeError: a ``spec`` or ``arch`` that is neither itself nor a name.
             SpecError: fields that make no spec, or an unknown architecture.
-            TypeError, ValueError: no CUDA device; the argument is named.
+            TypeError, ValueError: a ``spec`` or ``arch`` that is neither itself nor a name, no CUDA device.
             KernelUnavailable: no kernel, or a device that none is built for.
             ArtifactRejected: as for :meth:`obtain`.
             DriverError: no CUDA driver or device, or one that refuses the kernel.
             KernelNotReady: the device's stream is being captured.
         """
-        from mlaprep.clients.launch import cuda_driver, device_ordinal
+        from mlaprep.clients.launch import check_device, cuda_driver, device_ordinal
 
         wanted = as_spec(spec, fields)
         if device is None and arch is not None:
             return self._serving.made(wanted, self.obtain(wanted, arch))
+        check_device(device)
         driver, ordinal = cuda_driver(), device_ordinal(device)
         if arch is None:
             return self._serving.bring(wanted, arch_of(wanted, ordinal), ordinal)[0]

@@ -46,9 +46,12 @@ def find(name: str) -> "NamedKernel":
 
     Raises:
         SpecError: no kernel has that name; the nearest are given.
+        TypeError: no string.
     """
     from mlaprep.templates.errors import FieldProblem, SpecError
 
+    if type(name) is not str:
+        raise TypeError(f"name: found a {type(name).__name__}; pass a string such as 'kimi_k3_tp8'")
     handle = _find(name)
     if handle is None:
         raise SpecError(FieldProblem("name", "no kernel's name", _allowed(name)))
@@ -79,6 +82,6 @@ def _refuse(name: str, asker: FrameType) -> NoReturn:
 def _allowed(name: str) -> str:
     from mlaprep.clients.named_kernels import preset_names
 
-    names = [*preset_names(), *_known]
+    names = dict.fromkeys([*preset_names(), *_known])
     alike = difflib.get_close_matches(name[:80], names, n=3, cutoff=0.5)
     return ", ".join(alike) if alike else "dir(mlaprep.clients.kernels), a variant id with _ for -, or kimi_k3_tp8"

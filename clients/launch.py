@@ -230,6 +230,25 @@ def cuda_driver() -> CudaDriver:
 _opened_driver: Final = functools.cache(CudaDriver)
 
 
+def check_device(device: object) -> None:
+    """Whether this can be a CUDA device, told without a driver.
+
+    Raises:
+        TypeError: neither None, an int nor a torch.device.
+        ValueError: a negative ordinal, or a device that is no CUDA device.
+    """
+    if isinstance(device, int) and not isinstance(device, bool):
+        if device < 0:
+            raise ValueError(f"device: found {device}; pass 0 or more, or a torch.device")
+    elif device is not None:
+        import torch
+
+        if not isinstance(device, torch.device):
+            raise TypeError(f"device: found a {kind_of(device)}; pass an int or a torch.device")
+        if device.type != "cuda":
+            raise ValueError(f"device: found {device}; pass a CUDA device, or an int")
+
+
 def device_ordinal(device: "int | torch.device | None") -> int:
     """A device's ordinal among those that CUDA sees: torch's current one for none, or for ``cuda`` alone.
 
@@ -239,12 +258,9 @@ def device_ordinal(device: "int | torch.device | None") -> int:
     """
     import torch
 
-    if isinstance(device, int) and not isinstance(device, bool):
+    check_device(device)
+    if isinstance(device, int):
         return device
-    if device is not None and not isinstance(device, torch.device):
-        raise TypeError(f"device: found a {kind_of(device)}; pass an int or a torch.device")
-    if device is not None and device.type != "cuda":
-        raise ValueError(f"device: found {device}; pass a CUDA device, or an int")
     if device is None or device.index is None:
         return int(torch.cuda.current_device())
     return int(device.index)

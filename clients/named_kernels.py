@@ -118,8 +118,9 @@ class NamedKernel(KernelHandle):
     def load(self, device: "int | torch.device | None" = None) -> KernelHandle:
         """The handle loaded on a device, torch's current one by default. Errors are those of ``KernelClient.load``."""
         from mlaprep.clients.dispatch import default_client
-        from mlaprep.clients.launch import cuda_driver, device_ordinal
+        from mlaprep.clients.launch import check_device, cuda_driver, device_ordinal
 
+        check_device(device)
         cuda_driver()  # its error says more than torch's, where there is no GPU
         return default_client().load(self.spec, arch=self._named_arch, device=device_ordinal(device))
 

@@ -106,6 +106,9 @@ def make_ready(
 ) -> ReadinessReport:
     """Bring every spec to every device, several at once; see :meth:`KernelClient.ensure_ready`."""
     began = time.perf_counter()
+    _check_devices(devices)
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress: found a {type(progress).__name__}; pass a function of an outcome and two counts")
     turns, refused = _turns(wanted_specs(what, tp, **fields), devices, arch)
     done: dict[int, KernelReadiness] = {}
 
@@ -175,6 +178,16 @@ def _turns(
                 )
         turns += [_Turn(spec, target, device) for spec in specs]
     return turns, refused
+
+
+def _check_devices(devices: Any) -> None:
+    """Raises TypeError or ValueError for what names no device, whether or not there is a driver to ask."""
+    listed = _listed(devices)
+    if not listed:
+        raise ValueError("devices: found none; pass an int, a torch.device, several of them, 'all', or leave it out")
+    for device in listed:
+        if device != "all" or device is not devices:
+            launch.check_device(device)
 
 
 def _ordinals(devices: Any) -> list[int]:

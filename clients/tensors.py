@@ -16,7 +16,7 @@ def dense(
 
     Raises:
         TypeError: no tensor, not dense, or of another dtype; ``name`` is named.
-        ValueError: a meta tensor, or one to write that is lazily negated.
+        ValueError: a meta tensor, one whose storage was freed, or one to write that is lazily negated.
     """
     import torch
 
@@ -30,6 +30,10 @@ def dense(
         raise TypeError(f"{name}: found dtype {dtype_names((tensor.dtype,))}; pass {dtype_names(dtypes)}")
     if tensor.is_meta:
         raise ValueError(f"{name}: found a meta tensor, which has no memory; pass one on the GPU or the CPU")
+    if _is_freed(tensor):
+        raise ValueError(
+            f"{name}: found a tensor without memory, since its storage was freed; pass one that has its data"
+        )
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_neg():
@@ -39,6 +43,18 @@ def dense(
             )
         tensor = tensor.resolve_neg()
     return tensor
+
+
+def _is_freed(tensor: "Tensor") -> bool:
+    """Whether the storage ends before the last element: torch reads and writes beyond it, and some ways crash."""
+    try:
+        held: int = tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):  # a wrapper that computes through another tensor
+        return False
+    if not tensor.numel():
+        return False
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return bool((tensor.storage_offset() + last + 1) * tensor.element_size() > held)
 
 
 def same_device(name: str, tensor: "Tensor", first_name: str, first: "Tensor") -> None:

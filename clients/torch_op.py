@@ -15,6 +15,7 @@ operation              writes                          returns
 :func:`prepare` takes the arguments of :func:`mlaprep.clients.prepare` and calls the one that fits.
 """
 
+from collections.abc import Mapping
 from typing import Any, Final, TypedDict, Unpack
 
 import torch
@@ -23,6 +24,8 @@ from torch import Tensor
 from mlaprep.clients import dispatch
 from mlaprep.clients.cache_layout import cache_layout
 from mlaprep.clients.named_clients import forget_client, name_client, named_client
+from mlaprep.clients.spelling import OWN, slots_come_second
+from mlaprep.clients.tensors import kind_of, same_device
 
 __all__ = ["forget_client", "name_client", "prepare"]
 
@@ -76,6 +79,7 @@ def prepare(
     """
     if client is not None and type(client) is not str:
         raise TypeError(f"client is a {type(client).__name__}; give the name that name_client(name, client) returns")
+    _check_call((q_nope, q_rope, k_nope, k_rope, kv_cache, loc), out, options)
     if not (write_q or write_kv):
         raise ValueError("write_q: false beside write_kv false, which leaves nothing to do; set one of them")
     if not write_q:
@@ -95,6 +99,35 @@ def prepare(
         query = torch.ops.mlaprep.query(q_nope, q_rope, client=client, **options)
     return query
 
+
+def _check_call(tensors: tuple[object, ...], out: object, options: Mapping[str, object]) -> None:
+    """What torch's own check of a schema would refuse without a typed error, or take for something else."""
+    _check_order(tensors)
+    if unknown := sorted(options.keys() - OpOptions.__annotations__.keys()):
+        raise TypeError(
+            f"{', '.join(unknown)}: no such option; pass any of {', '.join(sorted(OpOptions.__annotations__))}"
+        )
+    for name, tensor in (*zip(OWN, tensors, strict=True), ("out", out)):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: found a {kind_of(tensor)}; pass a torch.Tensor")
+    for name, value in options.items():
+        kind, word = next((pair for pair in _KINDS if name in pair[2]), _TENSOR)[:2]
+        if isinstance(value, bool) or not ((value is None and name in _MAY_LACK) or isinstance(value, kind)):
+            raise TypeError(f"{name}: found a {kind_of(value)}; pass {word}")
+
+
+def _check_order(tensors: tuple[object, ...]) -> None:
+    """The schema says which tensor is written, so it holds for one order of the arguments alone."""
+    if slots_come_second(tensors):
+        raise TypeError(f"q_rope: found slots in its place; an operation takes the order ({', '.join(OWN)}) alone")
+
+
+_KINDS: Final = (
+    (str, "a string", ("layout", "query_dtype", "tile_scale", "rope")),
+    ((int, torch.SymInt), "an int", ("pad_heads_to", "reserved_slot", "dcp_world", "dcp_rank", "dcp_interleave")),
+)
+_TENSOR: Final = (Tensor, "a torch.Tensor", ())
+_MAY_LACK: Final = OpOptions.__annotations__.keys() - {"layout", "rope", "dcp_world", "dcp_rank", "dcp_interleave"}
 
 _OPTIONS: Final = (
     "*, Tensor? positions=None, Tensor? cos_sin_cache=None, Tensor? q_scale_inv=None, Tensor? kv_scale_inv=None, "
@@ -123,7 +156,9 @@ def _prepare(
     client: str | None = None,
     **options: Any,
 ) -> Tensor | None:
-    return dispatch.prepare(q_nope, q_rope, k_nope, k_rope, kv_cache, loc, client=named_client(client), **options)
+    operands = (q_nope, q_rope, k_nope, k_rope, kv_cache, loc)
+    _check_order(operands)
+    return dispatch.prepare(*operands, client=named_client(client), **options)
 
 
 def _query(q_nope: Tensor, q_rope: Tensor | None, *, client: str | None = None, **options: Any) -> Tensor | None:
@@ -156,12 +191,14 @@ def _into(
     client: str | None = None,
     **options: Any,
 ) -> None:
-    latent = (k_nope, k_rope, kv_cache, loc)
+    operands = (q_nope, q_rope, k_nope, k_rope, kv_cache, loc)
+    _check_order(operands)
     writes = kv_cache is not None
-    dispatch.prepare(q_nope, q_rope, *latent, client=named_client(client), out=out, write_kv=writes, **options)
+    dispatch.prepare(*operands, client=named_client(client), out=out, write_kv=writes, **options)
 
 
-def _new_query(q_nope: Tensor, q_rope: Tensor | None, *_: Any, **options: Any) -> Tensor:
+def _new_query(q_nope: Tensor, q_rope: Tensor | None, *latent: Tensor | None, **options: Any) -> Tensor:
+    _check_devices((*OWN[: 2 + len(latent)],), (q_nope, q_rope, *latent), options)
     layout = cache_layout(options.get("layout", "fp8"), options.get("query_dtype"), options.get("tile_scale"))
     tokens, heads, width = q_nope.shape
     padded = options.get("pad_heads_to")
@@ -171,8 +208,18 @@ def _new_query(q_nope: Tensor, q_rope: Tensor | None, *_: Any, **options: Any) -
     return q_nope.new_empty(shape, dtype=layout.result_dtype(q_nope.dtype))
 
 
-def _nothing(*_: Any, **options: Any) -> None:
+def _nothing(*tensors: Tensor | None, **options: Any) -> None:
+    names = OWN[2:] if len(tensors) < len(OWN) else (*OWN, "out")
+    _check_devices(names, tensors, options)
     cache_layout(options.get("layout", "fp8"), options.get("query_dtype"), options.get("tile_scale"))
+
+
+def _check_devices(names: tuple[str, ...], tensors: tuple[Tensor | None, ...], options: Mapping[str, Any]) -> None:
+    """One tensor on ``meta`` makes torch run this in place of the operation, which would then write nothing."""
+    given = [*zip(names, tensors, strict=True), *options.items()]
+    found = [(name, tensor) for name, tensor in given if isinstance(tensor, Tensor)]
+    for name, tensor in found[1:]:
+        same_device(name, tensor, *found[0])
 
 
 _IMPLEMENTATIONS: Final = {

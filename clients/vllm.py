@@ -124,6 +124,8 @@ def concat_cache_and_quant_mla(
         NotCovered, TypeError, ValueError, KernelNotReady: as above.
     """
     layout = _layout(kv_cache_dtype)
+    if quantize_query is not None and type(quantize_query) is not bool:
+        raise TypeError(f"quantize_query: found a {kind_of(quantize_query)}; pass True, False or None")
     quantizes = layout == "fp8" if quantize_query is None else quantize_query
     if quantizes and layout == "same":
         raise ValueError("quantize_query: true beside kv_cache_dtype auto; pass False, or make the cache fp8")

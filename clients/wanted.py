@@ -62,7 +62,8 @@ def _items(what: "Wanted | Iterable[Wanted]") -> list[Wanted]:
         return [what.spec]
     if not isinstance(what, Iterable):
         raise TypeError(
-            f"{type(what).__name__}: give a preset's name, a variant id, a spec, a mapping, or a list of them"
+            f"what: found a {type(what).__name__}; give a preset's name, a variant id, a spec, a mapping, "
+            "or a list of them"
         )
     return list(itertools.islice(what, MAX_KERNELS + 1))
 

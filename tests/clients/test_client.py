@@ -258,6 +258,23 @@ class TestMiss:
         with pytest.raises(SpecError, match="compile, fallback, error"):
             KernelClient(on_miss="ignore")  # type: ignore[arg-type]
 
+    @pytest.mark.parametrize(
+        "argument",
+        [
+            {"timeout": 0}, {"timeout": -1}, {"timeout": "5"}, {"timeout": float("nan")}, {"timeout": None},
+            {"timeout": True}, {"offline": "no"}, {"offline": 0}, {"report_misses": "off"}, {"token": 3},
+            {"max_specialisations": -1}, {"max_specialisations": "8"}, {"store": 3}, {"transport": "http://kernels"},
+        ],
+    )  # fmt: skip
+    def test_refuses_an_argument_when_the_client_is_made(self, argument: dict[str, Any]) -> None:
+        with pytest.raises(SpecError, match=f"^{next(iter(argument))}: found"):
+            KernelClient("http://kernels.test", **argument)
+
+    def test_tells_of_every_argument_at_once(self) -> None:
+        with pytest.raises(SpecError) as refused:
+            KernelClient(offline="no", timeout=0)  # type: ignore[arg-type]
+        assert {problem.field for problem in refused.value.problems} == {"offline", "timeout"}
+
     def test_refuses_what_the_architecture_cannot_run(self, client: KernelClient, spec: KernelSpec) -> None:
         with pytest.raises(SpecError, match="pdl"):
             client.artifact(spec, Arch("sm_89"))

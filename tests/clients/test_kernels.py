@@ -123,6 +123,15 @@ class TestUnknown:
     def test_a_name_as_text_is_a_spec_error(self) -> None:
         with pytest.raises(SpecError, match="kimi_k3_tp8"):
             kernels.find("kimi_k3_tp7")
+        for nothing in (None, 3, b"kimi_k3_tp8"):
+            with pytest.raises(TypeError, match="name"):
+                kernels.find(nothing)  # type: ignore[arg-type]
+
+    def test_a_name_in_use_is_proposed_once(self) -> None:
+        kernels.find("kimi_k3_tp8")
+        with pytest.raises(SpecError) as refused:
+            kernels.find("kimi_k3_tp9")
+        assert str(refused.value).count("kimi_k3_tp8") == 1
 
 
 class TestUse:

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from fake_driver import FakeDriver
 from fake_service import FakeService, artifact_of, problem, reply_of
 
@@ -242,6 +243,18 @@ class TestDevices:
     def test_what_is_no_device_is_refused(self, client: KernelClient, driver: FakeDriver, devices: Any) -> None:
         with pytest.raises(TypeError, match="device"):
             client.ensure_ready("kimi-k3", tp=8, devices=devices)
+
+    @pytest.mark.parametrize("devices", [[], (), -1, [0, -1], torch.device("cpu")])
+    def test_what_can_be_no_device_is_refused_without_a_driver_too(self, client: KernelClient, devices: Any) -> None:
+        with pytest.raises(ValueError, match="device"):
+            client.ensure_ready("kimi-k3", tp=8, devices=devices)
+
+    def test_progress_that_cannot_be_called_is_refused_before_anything_is_asked(
+        self, client: KernelClient, service: FakeService
+    ) -> None:
+        with pytest.raises(TypeError, match="progress"):
+            client.ensure_ready("kimi-k3", tp=8, arch="sm_90a", progress=3)  # type: ignore[arg-type]
+        assert not client.stats().unavailable
 
     def test_torch_devices_will_do(self, client: KernelClient, driver: FakeDriver) -> None:
         torch = pytest.importorskip("torch")

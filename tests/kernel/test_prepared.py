@@ -258,8 +258,12 @@ def test_a_tensor_without_memory_is_never_launched(
     for index in (0, 2, 4, 5):
         other = [*tensors]
         other[index] = make_odd(tensors[index])  # type: ignore[operator]
-        with pytest.raises(NotCovered, match="without memory"):
+        with pytest.raises(ValueError, match="without memory"):
             calls.handle(*other)
+        if make_odd is freed:
+            # torch itself crashes on some of these.
+            with pytest.raises(ValueError, match=f"{TENSORS[index]}: found a tensor without memory"):
+                prepare_chain(*other)  # type: ignore[arg-type]
     assert len(calls.driver.launches) == launched
 
 

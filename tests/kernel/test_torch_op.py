@@ -18,6 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from mlaprep.clients import torch_op
 from mlaprep.clients.dispatch import PrepareOptions
 from mlaprep.clients.reference import prepare_chain
+from mlaprep.clients.spelling import OWN
 
 T, H, R, D, S = 5, 3, 32, 16, 64
 CALLS = {
@@ -225,6 +226,33 @@ def test_what_cannot_be_is_named() -> None:
     with pytest.raises(Exception, match="layout: found a name of none"):
         compiled(*operands, layout="fp9")
     assert not cache.any()
+
+
+def test_what_torch_would_refuse_in_its_own_words_or_take_for_something_else_is_named() -> None:
+    tensors = given(CALLS["packed"])[0]
+    q_nope, q_rope, k_nope, k_rope, pool, loc = tensors
+    with pytest.raises(TypeError, match=r"q_nope: found a numpy\.ndarray"):
+        torch_op.prepare(q_nope.float().numpy(), *tensors[1:])
+    with pytest.raises(TypeError, match="layuot: no such option"):
+        torch_op.prepare(*tensors, layuot="fp8")  # type: ignore[call-arg]
+    for name, value in {"dcp_world": "2", "dcp_rank": True, "layout": None, "q_scale_inv": 1.0}.items():
+        with pytest.raises(TypeError, match=f"{name}: found a"):
+            torch_op.prepare(*tensors, **{name: value})  # type: ignore[arg-type]
+    # In the other order the schema would say that a query is written, and nothing of the cache.
+    theirs = (pool, loc, k_nope, k_rope, q_nope, q_rope)
+    for refuses in (torch_op.prepare, torch.ops.mlaprep.prepare):
+        with pytest.raises(TypeError, match="q_rope: found slots in its place"):
+            refuses(*theirs)
+    with pytest.raises(Exception, match="found slots in its place"):
+        torch.compile(torch_op.prepare, fullgraph=True, backend="eager")(*theirs)
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_one_meta_tensor_among_others_is_refused_and_not_taken_for_a_trace(index: int) -> None:
+    tensors = list(given(CALLS["packed"])[0])
+    tensors[index] = tensors[index].to("meta")
+    with pytest.raises(ValueError, match=f"{OWN[max(index, 1)]}: found on"):
+        torch_op.prepare(*tensors)
 
 
 def test_a_name_stands_for_one_client(asked: EmulatedClient) -> None:

@@ -222,6 +222,8 @@ def test_what_cannot_be_is_named() -> None:
         both(slot_mapping=slots[:3])
     with pytest.raises(ValueError, match="quantize_query"):
         both(kv_cache_dtype="auto", quantize_query=True)
+    with pytest.raises(TypeError, match="quantize_query: found a str"):
+        both(quantize_query="no")
     with pytest.raises(TypeError, match="decode_ql_nope"):
         both(decode_ql_nope=[1])
     assert not cache.any()
