@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -42,9 +43,9 @@ from mlaprep.clients.pins import pinned_keys
 from mlaprep.clients.wording import count
 from mlaprep.kernels_cache.artifact import Manifest
 from mlaprep.kernels_cache.bundle import Bundle, Finding, as_bundled, write_bundle
-from mlaprep.kernels_cache.errors import ArtifactError
+from mlaprep.kernels_cache.errors import ArtifactError, SigningError
 from mlaprep.kernels_cache.key_files import read_signing_key
-from mlaprep.kernels_cache.signing import split_signature
+from mlaprep.kernels_cache.signing import SigningKey, split_signature
 from mlaprep.kernels_cache.trust import TrustedKeys
 
 app: Final = typer.Typer(help="Kernels in one file, for machines without a network.", no_args_is_help=True)
@@ -75,7 +76,7 @@ def create(
     specs = select_specs(presets, tps, variants, spec_file, overrides)
     if not output.absolute().parent.is_dir():  # before anything is compiled for it
         raise SpecError(FieldProblem("output", "a file in a folder that is not there", "a file in an existing folder"))
-    key = None if sign_with is None else read_signing_key(sign_with)
+    key = None if sign_with is None else _signing_key(sign_with)
     with KernelClient(url, token=token, store=open_store(cache_dir)) as client:
         outcomes = bring(specs, select_archs(archs), client.obtain, "bundling", quiet=as_json)
     more: dict[str, Any] = {}
@@ -98,7 +99,7 @@ def verify(file: File, as_json: Json = False) -> None:
     """Read a bundle whole and prove every kernel in it; with keys pinned (MLAPREP_TRUSTED_KEYS) its signature too."""
     trusted = pinned_keys(None)
     findings = [_judged(finding, trusted) for finding in Bundle.open(file).verify()]
-    damaged = [finding for finding in findings if finding.damage]
+    bad = [finding for finding in findings if finding.damage]
     if as_json:
         kernels = [
             _document(finding.manifest, damage=finding.damage or None, member=finding.member or None)
@@ -108,15 +109,15 @@ def verify(file: File, as_json: Json = False) -> None:
         ]
         print_json({"bundle": _file_document(file, len(findings)), "kernels": kernels})
     else:
-        notes = {f.record.key: "damaged" if f.damage else "ok" for f in findings}
+        notes = {finding.record.key: _word(finding) for finding in findings}
         _print_table([f.manifest for f in findings if f.manifest is not None], notes)
-        for finding in damaged:
+        for finding in bad:
             told = f"{finding.member}: {finding.damage}"
-            stderr().print(Text.assemble(("damaged ", "bold red"), told), soft_wrap=True)
+            stderr().print(Text.assemble((f"{_word(finding)} ", "bold red"), told), soft_wrap=True)
         pinned = "signatures checked" if trusted is not None else "no keys are pinned, so no signature was checked"
-        good = len(findings) - len(damaged)
+        good = len(findings) - len(bad)
         stdout().print(Text(f"{good} of {count(len(findings), 'kernel')} good; {pinned}", style="dim"))
-    if damaged:
+    if bad:
         raise typer.Exit(ExitCode.FAILED)
 
 
@@ -156,13 +157,31 @@ def install(file: File, cache_dir: CacheDir = None, as_json: Json = False) -> No
         stderr().print(Text(told), soft_wrap=True)
 
 
+def _signing_key(path: Path) -> SigningKey:
+    try:
+        return read_signing_key(path)
+    except SigningError as error:
+        raise SigningError(f"--sign-with {path}: found {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Untrusted(Finding):
+    """A kernel that no pinned key vouches for; its bytes are what they should be."""
+
+
+def _word(finding: Finding) -> str:
+    if not finding.damage:
+        return "ok"
+    return "untrusted" if isinstance(finding, _Untrusted) else "damaged"
+
+
 def _judged(finding: Finding, trusted: TrustedKeys | None) -> Finding:
-    if trusted is None or finding.manifest is None:
+    if trusted is None or finding.manifest is None or finding.damage:
         return finding
     try:
         trusted.require(finding.manifest)
     except ArtifactError as error:
-        return Finding(finding.record, finding.manifest, str(error), f"{finding.record.folder}/manifest.json")
+        return _Untrusted(finding.record, finding.manifest, str(error), f"{finding.record.folder}/manifest.json")
     return finding
 
 

@@ -38,14 +38,18 @@ def register(client: "KernelClient | None" = None, registry: CollectorRegistry =
 
     Returns:
         The registry's one collector of clients.
+
+    Raises:
+        TypeError: a client that is none; the registry is as it was.
     """
+    shown = _or_default(client)
     with _lock:
         collector = _collectors.get(registry)
         if collector is None:
             collector = ClientCollector()
             registry.register(collector)
             _collectors[registry] = collector
-        collector.add(_or_default(client))
+        collector.add(shown)
         return collector
 
 
@@ -172,8 +176,7 @@ def _writable(family: Metric) -> Counter | Gauge:
 
 
 def _or_default(client: "KernelClient | None") -> "KernelClient":
-    if client is not None:
-        return client
-    from mlaprep.clients.dispatch import default_client
+    """The client, or the process's own. One that is none would break every scrape from then on."""
+    from mlaprep.clients.dispatch import usable_client
 
-    return default_client()
+    return usable_client(client)

@@ -137,12 +137,19 @@ def test_pins_are_asked_for_by_verify_and_install(
     run: Run, path: Path, tmp_path: Path, key: SigningKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLAPREP_TRUSTED_KEYS", key.public.text)
-    assert "no signature" in run("bundle", "verify", path, exit_code=1).stderr
+    refused = run("bundle", "verify", path, exit_code=1)
+    assert "no signature" in refused.stderr
+    assert "untrusted" in refused.stdout
+    assert "damaged" not in refused.stdout + refused.stderr
     assert "manifest.json" in run("bundle", "install", path, "--cache-dir", "worker", exit_code=1).stderr
     assert list(DiskStore(tmp_path / "worker").list()) == []
     run("bundle", "create", *KIMI, "--sign-with", "signing.pem", "-o", "signed.tar")
     assert "signatures checked" in run("bundle", "verify", "signed.tar").stdout
     run("bundle", "install", "signed.tar", "--cache-dir", "worker")
+    Path("open.pem").write_bytes(Path("signing.pem").read_bytes())
+    Path("open.pem").chmod(0o644)
+    told = run("bundle", "create", *KIMI, "--sign-with", "open.pem", "-o", "kernels.tar", exit_code=1).stderr
+    assert "--sign-with open.pem: found a private key of mode 0644" in " ".join(told.split())
     monkeypatch.setenv("MLAPREP_TRUSTED_KEYS", "")
     for command in ("verify", "install"):
         assert "MLAPREP_TRUSTED_KEYS" in run("bundle", command, "signed.tar", exit_code=2).stderr

@@ -105,6 +105,13 @@ def test_registering_asks_no_client_for_anything(service: FakeService) -> None:
     register(Untouched(transport=service.transport(), store=MemoryStore()), CollectorRegistry())
 
 
+def test_what_is_no_client_is_refused_and_breaks_no_scrape() -> None:
+    registry = CollectorRegistry()
+    with pytest.raises(TypeError, match="client is a int"):
+        register(3, registry)  # type: ignore[arg-type]
+    assert samples(registry) == {}
+
+
 PUBLISH = """
 import sys
 from prometheus_client import CollectorRegistry
