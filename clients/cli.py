@@ -73,7 +73,7 @@ def _before_every_command(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    if context.invoked_subcommand != "serve":  # which is a process of its own kind, and logs as one
+    if context.invoked_subcommand not in ("serve", "worker"):  # processes of their own kind, that log as such
         logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
         # What went wrong with the cache is in no error and in no table.
         logging.getLogger("mlaprep.kernels_cache").setLevel(logging.WARNING)

@@ -1,12 +1,11 @@
 """Leases: one holder a key over all replicas, and nothing that outlasts a holder that died."""
 
-import os
-import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import get_context
 
 import pytest
 from cache.samples import numbered
@@ -131,32 +130,33 @@ def test_a_lease_that_ran_out_is_not_taken_from_the_next_holder(redis_server: Re
         assert one.stats().lost == 2
 
 
-def _hold_for_good(url: str, ready: "object") -> None:
-    with Leases(RedisLink(RedisUrl(url), 5.0), 1.0).hold(KEY, 0):
-        ready.set()  # type: ignore[attr-defined]
-        time.sleep(60)
+HOLD_FOR_GOOD = f"""
+import sys, time
+from mlaprep.kernels_cache.leases import Leases
+from mlaprep.kernels_cache.redis_link import RedisLink
+from mlaprep.kernels_cache.redis_url import RedisUrl
+with Leases(RedisLink(RedisUrl(sys.argv[1]), 5.0), 1.0).hold({KEY!r}, 0):
+    print("held", flush=True)
+    time.sleep(60)
+"""
 
 
 def test_the_lease_of_a_killed_holder_runs_out(redis_server: RedisServer) -> None:
-    context = get_context("spawn")
-    ready = context.Event()
-    process = context.Process(target=_hold_for_good, args=(redis_server.url, ready))
-    process.start()
+    process = subprocess.Popen([sys.executable, "-c", HOLD_FOR_GOOD, redis_server.url], stdout=subprocess.PIPE)
     try:
-        assert ready.wait(60)
-        pid = process.pid
-        assert pid is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
         with leases_at(redis_server) as leases:
             with leases.hold(KEY, 1.5) as holds:
                 assert not holds  # it is alive, and renews
-            os.kill(pid, signal.SIGKILL)
+            process.kill()
             began = time.monotonic()
             with leases.hold(KEY, 20.0) as holds:
                 assert holds
             assert time.monotonic() - began < 5.0
     finally:
         process.kill()
-        process.join(10)
+        process.communicate(timeout=10)
 
 
 @pytest.mark.parametrize("trouble", ["kill", "pause"])

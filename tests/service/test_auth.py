@@ -82,7 +82,8 @@ def test_every_route_says_what_it_takes(client: Client) -> None:
     silent = [route.path for route in routes(client) if requirement_of(route) is None]
     assert silent == []
     takes = {(method, route.path): requirement_of(route).scope for route, method, _ in calls(client)}  # type: ignore[union-attr]
-    assert {path for (_, path), scope in takes.items() if scope is None} == {"/healthz", "/readyz", "/assets/{name}"}
+    open_paths = {path for (_, path), scope in takes.items() if scope is None}
+    assert open_paths == {"/healthz", "/readyz", "/metrics", "/assets/{name}"}
     for (method, path), scope in takes.items():
         assert method == "GET" or scope in ("build", "admin") or path == "/v1/misses", (method, path)
     assert {path for (_, path), scope in takes.items() if scope == "admin"} == {
