@@ -104,7 +104,7 @@ def test_a_revoked_artifact_leaves_the_cache_when_it_is_confirmed(
         # Expired: the bytes at hand are served while the service is asked, by ETag, whether they still hold.
         wait_for(lambda: http.get(path).headers["x-cache"] in ("STALE", "REVALIDATED"))
         wait_for(lambda: http.get(path).headers["x-cache"] == "HIT")
-        assert re.search(rf'"path": "{path}".*"status": 304', server.log.read_text())
+        wait_for(lambda: re.search(rf'"path": "{path}".*"status": 304', server.log.read_text()))
         assert http.delete(KERNEL, headers=AUTHORIZED).status_code == 200
         wait_for(lambda: http.get(path).status_code == 410)
 
