@@ -151,6 +151,9 @@ def check_operands(
             key_rope = _key_rows("k_rope", dense("k_rope", k_rope, (key.dtype,), "[T, D] or [T, 1, D]"))
             if not write_q:
                 rope_dim = key_rope.shape[1]
+            elif q_rope is None and key_rope.shape[1]:
+                found = f"found shape {list(key_rope.shape)} beside no q_rope"
+                raise ValueError(f"k_rope: {found}; pass both, or None for both")
             if key_rope.shape != (tokens, rope_dim):
                 wanted = f"[{tokens}, {rope_dim}] as {'q_rope' if write_q else 'k_nope'} has"
                 raise shape_error("k_rope", key_rope, wanted)

@@ -148,6 +148,7 @@ def test_a_device_is_an_ordinal_or_a_torch_device(driver: Recorder, client: Kern
         ("cuda:1", TypeError, "^device: found a str"),
         (True, TypeError, "^device: found a bool"),
         (1.0, TypeError, "^device: found a float"),
+        (-1, ValueError, "^device: found -1; pass 0 or more"),
     ],
 )
 def test_what_is_no_cuda_device_is_named(
