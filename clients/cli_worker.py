@@ -10,6 +10,7 @@ from mlaprep.clients.cli_config import ConfigOption, use_config
 from mlaprep.clients.cli_options import CacheDir, Json
 from mlaprep.clients.cli_output import print_json, reports_errors
 from mlaprep.clients.errors import KernelUnavailable
+from mlaprep.kernels_cache.errors import StoreError
 
 
 @reports_errors
@@ -39,4 +40,7 @@ def worker(
     if as_json:
         print_json({"pid": os.getpid()})
         sys.stdout.flush()
-    work(settings, burst=burst)
+    try:
+        work(settings, burst=burst)
+    except StoreError as error:
+        raise KernelUnavailable(f"cannot work: {error}") from None

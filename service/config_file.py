@@ -44,6 +44,7 @@ class ConfigFile(TomlConfigSettingsSource):
             raise _refused(f"text that is not TOML ({place})") from None
         if path is not None:
             _check_names(self.toml_data, settings_cls)
+            _check_switches(self.toml_data, settings_cls)
             _check_secrets(self.toml_data, settings_cls, path)
 
 
@@ -61,6 +62,17 @@ def _check_names(said: dict[str, Any], settings_cls: type[BaseSettings]) -> None
         allowed = f"did you mean {near[0]}?" if near else "a setting of the service in lower case, without MLAPREP_"
         shown = name if name.isascii() and name.isprintable() and len(name) <= 64 else "(unprintable name)"
         problems.append(FieldProblem(f"{shown} in {VARIABLE}", "a name that is no setting", allowed))
+    if problems:
+        raise SpecError(problems)
+
+
+def _check_switches(said: dict[str, Any], settings_cls: type[BaseSettings]) -> None:
+    """TOML's true is a switch and never a number, as which Python would take it: 1."""
+    problems = [
+        FieldProblem(f"{name} in {VARIABLE}", "true or false", "a value of this setting's kind; it is no switch")
+        for name, value in said.items()
+        if isinstance(value, bool) and settings_cls.model_fields[name].annotation is not bool
+    ]
     if problems:
         raise SpecError(problems)
 

@@ -2,6 +2,8 @@
 
 import logging
 import sys
+import threading
+import time
 from collections.abc import MutableMapping
 from contextvars import ContextVar
 from typing import Any, Final, Literal
@@ -16,6 +18,9 @@ REQUEST_ID: Final[ContextVar[str]] = ContextVar("mlaprep_request_id", default=""
 """The request that the current task or thread works for."""
 
 _MAX_PATH: Final = 256
+_LOG_EVERY_S: Final = 10.0
+_MALFORMED: Final = "Invalid HTTP request received."  # these are uvicorn's words
+_UPGRADES: Final = ("Unsupported upgrade request.", "No supported WebSocket library detected.")
 _access: Final = logging.getLogger("mlaprep.access")
 _shared: Final[list[Any]] = [
     structlog.stdlib.add_log_level,
@@ -30,6 +35,7 @@ def set_up_logs(form: LogFormat, level: LogLevel, *, access_log: bool) -> None:
     ``auto`` is JSON, and for people at a terminal console.
     """
     _access.setLevel(logging.INFO if access_log else logging.CRITICAL)
+    logging.getLogger("uvicorn.error").addFilter(_STRANGERS_NOISE)
     root = logging.getLogger()
     if root.handlers:
         return
@@ -38,6 +44,32 @@ def set_up_logs(form: LogFormat, level: LogLevel, *, access_log: bool) -> None:
     handler.setFormatter(formatter(is_json))
     root.addHandler(handler)
     root.setLevel(level.upper())
+
+
+class StrangersNoise(logging.Filter):
+    """For uvicorn's logger: what any stranger can have it say, a line a request, is said once in ten seconds at most.
+
+    Its advice to install a WebSocket library is never said: there is nothing here that would speak that protocol.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._unsaid, self._again = 0, float("-inf")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith(_UPGRADES):
+            return False
+        if record.msg != _MALFORMED:
+            return True
+        with self._lock:
+            if (now := time.monotonic()) < self._again:
+                self._unsaid += 1
+                return False
+            if self._unsaid:
+                record.msg, record.args = f"{_MALFORMED} So were {self._unsaid} more since the last such line.", ()
+            self._unsaid, self._again = 0, now + _LOG_EVERY_S
+            return True
 
 
 def formatter(is_json: bool) -> logging.Formatter:
@@ -50,6 +82,9 @@ def formatter(is_json: bool) -> logging.Formatter:
         foreign_pre_chain=[*_shared, _members],
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *ending],
     )
+
+
+_STRANGERS_NOISE: Final = StrangersNoise()  # one, so that setting up twice adds it once
 
 
 def access_line(scope: Scope, route: str, status: int, seconds: float, sent: int) -> None:

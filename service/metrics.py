@@ -26,6 +26,7 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.disk import DiskStore
+from mlaprep.kernels_cache.errors import StoreError
 from mlaprep.kernels_cache.redis import RedisStore
 from mlaprep.kernels_cache.store import KernelStore, MemoryStore, StoreStats, TieredStore
 from mlaprep.service.job_store import JobState
@@ -203,7 +204,11 @@ class Metrics:
 
     def _publish_jobs(self) -> None:
         states, kernels = dict.fromkeys(_STATES, 0), dict.fromkeys(("built", "cached", "failed", "left"), 0)
-        for job in self._service.jobs.store.list():
+        try:
+            jobs = self._service.jobs.store.list()
+        except StoreError:  # the jobs are in a Redis that is down; that it is must be told all the same
+            return
+        for job in jobs:
             states[job.state] += 1
             if not job.finished:
                 kernels["built"] += job.built

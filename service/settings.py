@@ -276,7 +276,7 @@ def _problem(fault: Mapping[str, Any], options: Mapping[str, Any], environment: 
     if kind == "together":
         found = "an address that others can reach, and no token" if name == "host" else "on, and no token"
     elif kind in _NO_NUMBER:
-        found = "a string that is no number" if kind.startswith("float") else "a string that is no integer"
+        found = "what is no number" if kind.startswith("float") else "what is no integer"
     elif "than" in kind or kind == "finite_number":
         found = "a number out of range"
     else:

@@ -38,7 +38,7 @@ def work(settings: Settings, *, burst: bool = False) -> None:
 
     Raises:
         SpecError: settings that name no Redis, or one that cannot be used.
-        StoreError: RQ is not installed.
+        StoreError: RQ is not installed; with ``burst`` also where Redis does not answer, so that nothing was done.
     """
     if settings.redis_url is None:
         raise SpecError(FieldProblem("MLAPREP_REDIS_URL", "no Redis", "the one that the service's replicas share"))
@@ -69,13 +69,16 @@ class Worker:
         self._ending = threading.Event()
 
     def run(self, *, burst: bool = False) -> None:
-        """Work until it is told to stop, over every loss of the connection."""
+        """Work until it is told to stop, over every loss of the connection; with ``burst`` that is a StoreError."""
         errors = importlib.import_module("redis.exceptions")
         while not self._ending.is_set():
             try:
                 _rq_worker(self).work(burst=burst, logging_level="ERROR")
             except errors.RedisError as error:
-                _log.warning("warm-ups: %s does not answer (%s)", self._link.url, type(error).__name__)
+                told = f"{self._link.url} does not answer ({type(error).__name__})"
+                if burst:
+                    raise StoreError(told) from None
+                _log.warning("warm-ups: %s", told)
             if burst:
                 return
             self._ending.wait(_PAUSE_S)

@@ -120,6 +120,8 @@ def test_the_page_has_every_setting_and_no_other(root: Path, write: Write) -> No
         ('tokens_file = ""', "tokens_file in MLAPREP_CONFIG", "mlaprep token create"),
         ('signing_key = ""', "signing_key in MLAPREP_CONFIG", "mlaprep keys generate"),
         ('host = "0.0.0.0"', "host in MLAPREP_CONFIG", "MLAPREP_TOKENS_FILE"),
+        ("port = true", "port in MLAPREP_CONFIG", "no switch"),
+        ("redis_timeout_s = false", "redis_timeout_s in MLAPREP_CONFIG", "no switch"),
         ("port = [1]", "port in MLAPREP_CONFIG", "an integer"),
         ("port = ", "MLAPREP_CONFIG", "TOML"),
         (f'token = "{SECRET}', "MLAPREP_CONFIG", "TOML"),

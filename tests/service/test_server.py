@@ -304,3 +304,20 @@ def test_warnings_are_logged_with_their_time_and_told_by_readyz(run_server: Serv
     assert (told["level"], told["logger"]) == ("warning", "mlaprep.service.app")
     assert datetime.fromisoformat(told["timestamp"]).tzinfo is not None
     assert any(line["logger"] == "mlaprep.access" and line["path"] == "/readyz" for line in lines)
+
+
+@pytest.mark.parametrize(
+    "code", [SERVE, f"import sys; sys.modules['httptools'] = None; {SERVE}"], ids=["httptools", "h11"]
+)
+def test_a_stranger_cannot_fill_the_log(run_server: ServerMaker, code: str) -> None:
+    upgrade = b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+    with run_server(code=code) as server:
+        for _ in range(50):
+            assert talk(server.port, b"\0\0\0\0\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+            with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+                connection.sendall(upgrade + b"sec-websocket-version: 13\r\nsec-websocket-key: AAAA\r\n\r\n")
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+        text = server.log.read_text()
+    assert text.count("Invalid HTTP request received.") == 1
+    assert "pgrade" not in text
+    assert "WebSocket" not in text

@@ -133,6 +133,25 @@ def test_B028_readyz_tells_of_a_redis_that_is_down_and_of_one_that_is_back(
     assert make_replica(redis_server.url).get(PATH).status_code == 200  # published once it could be
 
 
+def test_B028_what_is_not_about_jobs_answers_while_redis_is_down(make_replica: Any, redis_server: RedisServer) -> None:
+    client = make_replica(redis_server.url, redis_timeout_s=0.25)
+    assert 'mlaprep_warmups{state="done"} 0.0' in client.get("/metrics").text
+    redis_server.kill()
+    client.get(PATH)
+    paths = [
+        path
+        for path, calls in client.get("/openapi.json").json()["paths"].items()
+        if "get" in calls and "{" not in path
+    ]
+    unwell = {path: status for path in paths if (status := client.get(path).status_code) >= 500}
+    assert unwell == {"/v1/warmups": 503}
+    assert {path: client.get(path).status_code for path in ("/", "/misses", "/status", "/warmups")} == {
+        "/": 200, "/misses": 200, "/status": 200, "/warmups": 503
+    }  # fmt: skip
+    told = client.get("/metrics").text
+    assert f'mlaprep_redis_up{{place="redis://127.0.0.1:{redis_server.port}/0"}} 0.0' in told
+
+
 def test_B028_readyz_tells_of_a_full_redis(make_replica: Any, tmp_path: Path) -> None:
     with running_redis(tmp_path, maxmemory="1", maxmemory_policy="noeviction") as server:
         client = make_replica(server.url)

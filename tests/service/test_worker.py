@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from redis_server import RedisServer, redis_server
+from redis_server import RedisServer, free_port, redis_server
 from service_kit import Client, ClientMaker, running_server, wait_for
 
 from mlaprep.kernels_cache.redis_link import RedisLink
@@ -159,6 +159,17 @@ def test_a_running_job_is_cancelled_from_any_replica(
         assert stopped["done"] < stopped["total"]
         assert replica.request("POST", f"{path}/resume").status_code == 202
         wait_for(lambda: replica.get(path).json()["state"] == "done", 40)
+
+
+def test_a_burst_that_reaches_no_redis_has_done_nothing_and_says_so(tmp_path: Path) -> None:
+    url = f"redis://:s3cret-s3cret@127.0.0.1:{free_port()}/0"
+    with running_worker(tmp_path / "worker", url, "--burst") as process:
+        assert process.wait(30) == 3
+    lines = (tmp_path / "worker" / "worker.log").read_text().splitlines()
+    assert lines[-1].startswith("error cannot work: redis://127.0.0.1:")
+    assert all(json.loads(line)["level"] == "warning" for line in lines[:-1])  # one line an event, as the service has
+    assert len(lines) > 1
+    assert "s3cret" not in "".join(lines)
 
 
 def test_an_entry_that_is_no_job_runs_nothing(tmp_path: Path, redis_server: RedisServer, link: RedisLink) -> None:
