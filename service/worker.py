@@ -25,6 +25,8 @@ from mlaprep.templates.plans import parse_plan
 
 _BEAT_S: Final = ALIVE_S / 4
 _PAUSE_S: Final = 1.0
+_ANSWER_S: Final = 3  # that Redis may take
+_WAIT_S: Final = 1  # for an entry of the queue, before it is asked whether to go on
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class Worker:
 
     def __init__(self, link: RedisLink, builder: Builder, markers: Markers) -> None:
         self._link, self._builder, self._markers = link, builder, markers
+        self.url: Final = link.url
         self._store = RedisJobs(link)
         self._token = secrets.token_hex(16)
         self._current: str | None = None
@@ -81,7 +84,7 @@ class Worker:
                 _log.warning("warm-ups: %s", told)
             if burst:
                 return
-            self._ending.wait(_PAUSE_S)
+            self.rest()
 
     def run_job(self, job_id: str) -> None:
         """Go through one job's plan, unless another does or it is over. Raises StoreError."""
@@ -115,22 +118,31 @@ class Worker:
         """Whether the job in hand has become another worker's, because this one was silent for too long."""
         return self._superseded
 
+    @property
+    def is_ending(self) -> bool:
+        return self._ending.is_set()
+
     def stop(self) -> None:
         self._ending.set()
 
+    def rest(self) -> None:
+        """After a call that Redis did not answer: a pause that ends with the worker."""
+        self._ending.wait(_PAUSE_S)
+
     @contextlib.contextmanager
     def stopped_by_signals(self) -> Iterator[None]:
-        """SIGTERM and an interrupt stop the worker, in the middle of a job too."""
+        """SIGTERM and an interrupt stop the worker, in the middle of a job too.
+
+        The handler raises nothing: an exception that comes up within RQ's or redis-py's own work can be swallowed
+        there, and then nothing would ever stop the worker.
+        """
 
         def stop(_signal: int, _frame: FrameType | None) -> None:
             self._ending.set()
-            if self._current is None:  # it waits for the queue
-                raise importlib.import_module("rq.exceptions").StopRequested
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            with contextlib.suppress(importlib.import_module("rq.exceptions").StopRequested):
-                yield
+            yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -177,7 +189,7 @@ def run_entry(job_id: str) -> None:
 
 def _rq_worker(worker: Worker) -> Any:
     """An RQ worker that only ever calls :meth:`Worker.run_job`, in this process and under our signals."""
-    rq = rq_package()
+    rq, errors = rq_package(), importlib.import_module("redis.exceptions")
 
     class Entry(importlib.import_module("rq.job").Job):  # type: ignore[misc]
         func_name = ENTRY_POINT
@@ -203,13 +215,52 @@ def _rq_worker(worker: Worker) -> Any:
         def _install_signal_handlers(self) -> None:
             pass
 
+        @property
+        def dequeue_timeout(self) -> int:
+            return _WAIT_S
+
+        @property
+        def connection_timeout(self) -> int:
+            return _ANSWER_S
+
         def subscribe(self) -> None:  # commands over pub/sub: anybody's who reaches the Redis
             pass
 
         def perform_job(self, job: Any, queue: Any, execution: Any) -> bool:
             done: bool = super().perform_job(job, queue, execution)
-            self._stop_requested = worker._ending.is_set()
+            self._stop_requested = worker.is_ending
             return done
+
+        def dequeue_job_and_maintain_ttl(self, timeout: int | None, max_idle_time: int | None = None) -> Any:
+            """RQ's own waits for up to 15 s, and for ever on a Redis that does not answer; this one can be stopped."""
+            told = False
+            while not worker.is_ending:
+                try:
+                    self.set_state(rq.worker.WorkerStatus.IDLE)
+                    self.heartbeat()
+                    if self.should_run_maintenance_tasks:
+                        self.run_maintenance_tasks()
+                    found = self.queue_class.dequeue_any(
+                        self._ordered_queues,
+                        timeout,
+                        connection=self.connection,
+                        job_class=self.job_class,
+                        serializer=self.serializer,
+                        death_penalty_class=self.death_penalty_class,
+                    )
+                    if found is not None:
+                        found[0].redis_server_version = self.get_redis_server_version()
+                    return found
+                except rq.exceptions.DequeueTimeout:
+                    told = False
+                except errors.RedisError as error:
+                    if timeout is None:  # a burst
+                        raise
+                    if not told:
+                        told = True
+                        _log.warning("warm-ups: %s does not answer (%s)", worker.url, type(error).__name__)
+                    worker.rest()
+            raise rq.exceptions.StopRequested
 
     return RqWorker(
         [QUEUE],

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,10 +20,13 @@ from service_kit import Client, ClientMaker, running_server, wait_for
 from mlaprep.kernels_cache.redis_link import RedisLink
 from mlaprep.kernels_cache.redis_url import RedisUrl
 from mlaprep.service import redis_jobs
+from mlaprep.service.builder import Builder
 from mlaprep.service.errors import TooManyJobs
 from mlaprep.service.jobs import MAX_WAITING, new_job
+from mlaprep.service.markers import Markers
 from mlaprep.service.redis_jobs import WAITS, RedisJobs
 from mlaprep.service.rq_queue import QUEUE, RQ_PREFIX, enqueue, rq_package
+from mlaprep.service.worker import Worker
 from mlaprep.templates.plans import parse_plan
 
 __all__ = ["redis_server"]
@@ -33,8 +38,6 @@ WORK = "from mlaprep.clients.cli import main; main()"
 
 @contextlib.contextmanager
 def running_worker(folder: Path, url: str, *options: str, **environment: str) -> Iterator["subprocess.Popen[bytes]"]:
-    import os
-
     environ = {**os.environ, "MLAPREP_REDIS_URL": url, "MLAPREP_CACHE_DIR": str(folder / "cache"), **environment}
     folder.mkdir(exist_ok=True)
     with (folder / "worker.log").open("ab") as log:
@@ -170,6 +173,26 @@ def test_a_burst_that_reaches_no_redis_has_done_nothing_and_says_so(tmp_path: Pa
     assert all(json.loads(line)["level"] == "warning" for line in lines[:-1])  # one line an event, as the service has
     assert len(lines) > 1
     assert "s3cret" not in "".join(lines)
+
+
+def test_a_signal_raises_nothing_within_the_work_that_it_meets(link: RedisLink) -> None:
+    worker = Worker(link, Builder.__new__(Builder), Markers.__new__(Markers))
+    with worker.stopped_by_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+        assert worker.is_ending
+    worker.run()  # and returns
+
+
+def test_B028_a_worker_stops_though_redis_does_not_answer(tmp_path: Path, redis_server: RedisServer) -> None:
+    with running_worker(tmp_path / "worker", redis_server.url) as worker:
+        client = redis_server.client()
+        wait_for(lambda: any(row["cmd"] in ("blmove", "brpoplpush", "blpop") for row in client.client_list()), 30)
+        redis_server.pause()
+        time.sleep(0.2)
+        worker.terminate()
+        assert worker.wait(20) == 0
+        redis_server.resume()
 
 
 def test_an_entry_that_is_no_job_runs_nothing(tmp_path: Path, redis_server: RedisServer, link: RedisLink) -> None:
