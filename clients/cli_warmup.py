@@ -26,7 +26,15 @@ from mlaprep.clients.cli_options import (
 )
 from mlaprep.clients.cli_output import print_json, reports_errors, stderr
 from mlaprep.clients.client import offline_by_environment
-from mlaprep.clients.errors import ArtifactRejected, FieldProblem, KernelUnavailable, ServiceRefused, SpecError
+from mlaprep.clients.errors import (
+    ArtifactRejected,
+    FieldProblem,
+    KernelUnavailable,
+    ServiceError,
+    ServiceRefused,
+    ServiceUnreachable,
+    SpecError,
+)
 from mlaprep.clients.replies import plain
 from mlaprep.clients.rest import RestTransport
 from mlaprep.kernels_cache.opening import folder_of
@@ -35,6 +43,8 @@ Job = Mapping[str, Any]
 
 _FINISHED: Final = ("done", "failed", "cancelled", "interrupted")
 _POLL_S: Final = 0.2
+_PATIENCE_S: Final = 60.0
+_PASSING: Final = (429, 502, 503, 504)  # a replica that drains or starts, a proxy without one, a Redis that restarts
 _MAX_FILE_BYTES: Final = 2**20
 
 
@@ -134,7 +144,7 @@ def _in_service(transport: RestTransport, plan: dict[str, Any], watch: bool, *, 
         with _shown(job, quiet=quiet) as show:
             while watch and job["state"] not in _FINISHED:
                 time.sleep(_POLL_S)
-                job = _checked(transport.document(f"/v1/warmups/{job['id']}"), transport.url)
+                job = _as_of_now(transport, job, show)
                 show(job)
         return job
     except ServiceRefused as error:
@@ -143,6 +153,20 @@ def _in_service(transport: RestTransport, plan: dict[str, Any], watch: bool, *, 
         raise
     finally:
         transport.close()
+
+
+def _as_of_now(transport: RestTransport, job: Job, show: Callable[[Job], None]) -> Job:
+    """The job as the service tells it, over a restart of the service or of its Redis: the job outlives both."""
+    give_up = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return _checked(transport.document(f"/v1/warmups/{job['id']}"), transport.url)
+        except ServiceError as error:
+            is_passing = isinstance(error, ServiceUnreachable) or getattr(error, "status", 0) in _PASSING
+            if not is_passing or time.monotonic() >= give_up:
+                raise
+        show({**job, "note": "the service does not answer"})
+        time.sleep(_POLL_S)
 
 
 def _here(plan: dict[str, Any], cache_dir: str | None, *, quiet: bool) -> Job:

@@ -8,7 +8,9 @@ import pytest
 from service_kit import running_server
 from typer.testing import CliRunner
 
+from mlaprep.clients import cli_warmup
 from mlaprep.clients.cli import app
+from mlaprep.clients.errors import ServiceRefused, ServiceUnreachable
 
 VARIANT = "mla_prepare-h12-r512-d64-bf16-fp8-norope-i64-pdl"
 
@@ -75,3 +77,49 @@ def test_in_a_service_it_is_watched_to_its_end(run: Any, tmp_path: Path) -> None
         bad = run("--preset", "nobody", "--variant", "h0-x", *url, exit_code=2)
         assert "kernels.0.preset" in bad.stderr
         assert "kernels.1" in bad.stderr
+
+
+class Restarting:
+    """A service that is asked for a job and has troubles one after the other before it answers."""
+
+    url = "http://kernels:8400"
+
+    def __init__(self, *troubles: Exception) -> None:
+        self.troubles = list(troubles)
+        counts = dict.fromkeys(("built", "cached", "failed"), 0) | {"done": 1, "total": 2}
+        self.job = {"id": "0123456789abcdef", "state": "running", "note": "", "failures": [], **counts}
+            "id": "0123456789abcdef",
+            "state": "running",
+            "done": 1,
+            "total": 2,
+            "note": "",
+            "failures": [],
+        } | dict.fromkeys(("built", "cached", "failed"), 0)
+
+    def send(self, method: str, path: str, content: object) -> dict[str, Any]:
+        return self.job
+
+    def document(self, path: str) -> dict[str, Any]:
+        if self.troubles:
+            raise self.troubles.pop(0)
+        return self.job | {"state": "done", "done": 2}
+
+    def close(self) -> None:
+        pass
+
+
+def refused(status: int) -> ServiceRefused:
+    return ServiceRefused("no", status=status)
+
+
+def test_a_restart_of_the_service_ends_no_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_warmup, "_POLL_S", 0.001)
+    service: Any = Restarting(ServiceUnreachable("gone"), refused(502), refused(503), ServiceUnreachable("gone"))
+    assert cli_warmup._in_service(service, {}, True, quiet=True)["state"] == "done"
+    lost: Any = Restarting(refused(404))
+    with pytest.raises(ServiceRefused):
+        cli_warmup._in_service(lost, {}, True, quiet=True)
+    monkeypatch.setattr(cli_warmup, "_PATIENCE_S", 0.05)
+    dead: Any = Restarting(*[ServiceUnreachable("gone")] * 10_000)
+    with pytest.raises(ServiceUnreachable):
+        cli_warmup._in_service(dead, {}, True, quiet=True)
