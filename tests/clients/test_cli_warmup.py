@@ -88,13 +88,6 @@ class Restarting:
         self.troubles = list(troubles)
         counts = dict.fromkeys(("built", "cached", "failed"), 0) | {"done": 1, "total": 2}
         self.job = {"id": "0123456789abcdef", "state": "running", "note": "", "failures": [], **counts}
-            "id": "0123456789abcdef",
-            "state": "running",
-            "done": 1,
-            "total": 2,
-            "note": "",
-            "failures": [],
-        } | dict.fromkeys(("built", "cached", "failed"), 0)
 
     def send(self, method: str, path: str, content: object) -> dict[str, Any]:
         return self.job
