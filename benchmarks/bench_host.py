@@ -8,6 +8,8 @@ Calls are enqueued back to back and the device keeps up, so wall-clock time a ca
 
 import argparse
 import gc
+import operator
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -61,8 +63,9 @@ def measure(arch: Arch, sglang: Sglang, kernels: Path | None, heads: int = 16, t
             record["us"][name] = report.failure(error)
     for name, samples in _time(ready).items():
         record["us"][name] |= samples.to_dict()
-    ours, peer = (record["us"][name].get("us") for name in (OURS, SGLANG))
-    record["ours/sglang"] = round(ours / peer, 4) if ours and peer else None
+    ours, peer = (record["us"][name].get("samples_us", ()) for name in (OURS, SGLANG))
+    # Contenders take turns, and a host is slower at one moment than at the next: each round has a ratio of its own.
+    record["ours/sglang"] = round(statistics.median(map(operator.truediv, ours, peer)), 4) if ours and peer else None
     return record
 
 
