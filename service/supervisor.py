@@ -5,16 +5,19 @@ a new one in the place of one that dies, and hands SIGTERM and interrupts on. Sh
 drain and end.
 """
 
+import fcntl
 import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import signal
 import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
@@ -26,6 +29,8 @@ STARTUP_FAILED: Final = 3
 _TICK_S: Final = 0.2
 _RESTART_PAUSE_S: Final = 1.0
 _KILL_AFTER_S: Final = 10.0  # beyond the grace, for a worker that hangs
+_PREFIX: Final = "mlaprep-metrics-"
+_YOUNG_S: Final = 60.0
 _MULTIPROC_DIR: Final = "PROMETHEUS_MULTIPROC_DIR"
 
 _log = logging.getLogger(__name__)
@@ -142,7 +147,8 @@ def work(settings: Settings, listeners: Sequence[socket.socket], ready: Any) -> 
     set_up_logs(settings.log_format, settings.log_level, access_log=settings.access_log)
     parent = multiprocessing.parent_process()
     assert parent is not None
-    answer(settings, listeners, lambda _: ready.set(), until=parent.sentinel)
+    with _held(Path(os.environ[_MULTIPROC_DIR])):
+        answer(settings, listeners, lambda _: ready.set(), until=parent.sentinel)
 
 
 def _end(workers: Sequence[_Worker], grace_s: float) -> None:
@@ -159,9 +165,32 @@ def _metrics_directory() -> Iterator[None]:
     if os.environ.get(_MULTIPROC_DIR):
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="mlaprep-metrics-") as directory:
+    _sweep(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory, _held(Path(directory)):
         os.environ[_MULTIPROC_DIR] = directory
         try:
             yield
         finally:
             del os.environ[_MULTIPROC_DIR]
+
+
+@contextmanager
+def _held(directory: Path, how: int = fcntl.LOCK_SH) -> Iterator[None]:
+    """A directory that nobody sweeps meanwhile: a lock that ends with the process, however that ends."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, how)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what supervisors left that were killed, once their last worker has ended."""
+    for directory in folder.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            found = directory.stat(follow_symlinks=False)
+            # A young one may be about to be held.
+            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _YOUNG_S:
+                with _held(directory, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                    shutil.rmtree(directory, ignore_errors=True)

@@ -3,12 +3,15 @@
 import os
 import re
 import signal
+import tempfile
 import time
 from pathlib import Path
 
 import httpx
+import pytest
 from service_kit import ServerMaker, is_alive, wait_for
 
+from mlaprep.service import supervisor
 from mlaprep.service.settings import Settings
 from mlaprep.service.supervisor import share_of_compilers
 
@@ -72,3 +75,24 @@ def test_compilers_are_shared_out() -> None:
     assert share_of_compilers(Settings(workers=4, compile_processes=8)) == 2
     assert share_of_compilers(Settings(workers=4, compile_processes=1)) == 1
     assert share_of_compilers(Settings(workers=1, compile_processes=3)) == 3
+
+
+def test_what_killed_supervisors_left_is_swept_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    old = time.time() - 3600
+    for name in ("mlaprep-metrics-left", "mlaprep-metrics-held", "mlaprep-metrics-young", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "counter_1.db").write_bytes(b"x")
+        if not name.endswith("young"):
+            os.utime(tmp_path / name, (old, old))
+    (tmp_path / "mlaprep-metrics-link").symlink_to(tmp_path / "other")
+    with supervisor._held(tmp_path / "mlaprep-metrics-held"), supervisor._metrics_directory():
+        own = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
+        os.utime(own, (old, old))
+        supervisor._sweep(tmp_path)
+        names = {path.name for path in tmp_path.iterdir()}
+        assert names == {own.name, "mlaprep-metrics-held", "mlaprep-metrics-young", "mlaprep-metrics-link", "other"}
+    assert (tmp_path / "other" / "counter_1.db").exists()
