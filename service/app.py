@@ -146,7 +146,10 @@ def create_app(
 async def _publish(measured: Metrics) -> None:
     """Keep what other workers tell of this one up to date."""
     while True:
-        await in_thread(measured.publish)
+        try:
+            await in_thread(measured.publish)
+        except Exception:  # whatever it was, the next one may come through
+            _log.exception("counts of this worker were not published")
         await asyncio.sleep(PUBLISH_S)
 
 

@@ -31,6 +31,9 @@ MAX_FAILURES: Final = 200
 SILENCE_S: Final = 60.0
 """Seconds without a word after which a job of another host counts as interrupted."""
 
+LATEST: Final = 253_402_300_799
+"""The last second of the year 9999: a calendar has no later one."""
+
 _SCHEMA: Final = 1
 _MAX_FILE_BYTES: Final = 4 * 2**20
 _ID: Final = re.compile(r"[0-9a-f]{16}", re.ASCII)
@@ -212,6 +215,8 @@ class JobStore:
             aged = sorted(names, key=lambda name: folder.status(name).st_mtime_ns)
             for name in aged[: len(names) - MAX_JOBS]:
                 folder.remove(name)
+                with contextlib.suppress(FileNotFoundError):
+                    folder.remove(f"{name.removesuffix('.json')}.{_CANCEL}")
 
 
 def _utc(seconds: float) -> str:
@@ -269,7 +274,7 @@ def decode_job(data: bytes) -> WarmupJob | None:
         numbers = (job.total, job.built, job.cached, job.failed, job.revision)
         assert all(type(number) is int and number >= 0 for number in numbers)
         times = [job.created_at, job.updated_at, job.started_at, job.finished_at]
-        assert all(isinstance(moment, float | int | None) for moment in times)
+        assert all(moment is None or 0 <= moment <= LATEST for moment in times)
     except (AssertionError, KeyError, TypeError, ValueError):
         return None
     return job

@@ -7,7 +7,9 @@ Several workers (`mlaprep serve --workers`) write their counts to files in ``PRO
 prometheus_client does, and any of them tells the sum: counts of a worker that died stay in it, gauges of one do not.
 """
 
+import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +63,7 @@ class Metrics:
         if not self.shared:  # in files of several processes it has no place
             ProcessCollector(registry=self.registry)
         self._totals: dict[tuple[str, ...], float] = {}
+        self._publishing = threading.Lock()  # two scrapes at once would both add what a count has grown by
         self._requests = self._counter("requests", "Requests answered.", "method", "route", "status")
         self._seconds = self._histogram(
             "request_seconds", "Time from a request to the end of its reply.", _REQUEST_SECONDS, "route"
@@ -103,13 +106,17 @@ class Metrics:
         }
         self._entries = self._gauge("store_entries", "Kernels that a tier holds.", "livemax", "tier")
         self._stored = self._gauge("store_bytes", "Bytes of kernels that a tier holds.", "livemax", "tier")
-        self._revoked = self._gauge("revocations", "Kernels that must not be used.", "livemax")
-        self._missing = self._gauge("missing_variants", "Variants and architectures that workers lacked.", "livemax")
+        self._revoked = self._gauge("revocations", "Kernels that must not be used.", "livemostrecent")
+        self._missing = self._gauge(
+            "missing_variants", "Variants and architectures that workers lacked.", "livemostrecent"
+        )
         self._access = self._counter(
             "access", "Requests for which a scope was asked, by what they were told.", "outcome"
         )
-        self._jobs = self._gauge("warmups", "Warm-up jobs that are kept.", "livemax", "state")
-        self._kernels = self._gauge("warmup_kernels", "Kernels of unfinished warm-up jobs.", "livemax", "outcome")
+        self._jobs = self._gauge("warmups", "Warm-up jobs that are kept.", "livemostrecent", "state")
+        self._kernels = self._gauge(
+            "warmup_kernels", "Kernels of unfinished warm-up jobs.", "livemostrecent", "outcome"
+        )
         self._redis_up = self._gauge(
             "redis_up", "Whether the shared tier answers; absent where there is none.", "livemin", "place"
         )
@@ -142,8 +149,11 @@ class Metrics:
             self._compiles.labels(_snake(type(outcome).__name__)).inc()
 
     def publish(self) -> None:
-        """Read every part's counts. Touches the disk, so it belongs on no event loop."""
-        service = self._service
+        """Read the counts of this process's parts. Touches the disk, so it belongs on no event loop."""
+        with self._publishing:
+            self._publish_all(self._service)
+
+    def _publish_all(self, service: Service) -> None:
         builder, compiler = service.builder.stats(), service.compiler.state()
         is_ready = not self._draining() and (service.settings.read_only or compiler.status == "ready")
         self._ready.set(is_ready)
@@ -161,15 +171,13 @@ class Metrics:
         for outcome, count in vars_of(service.access.stats()):
             self._raise_to(self._access, count, outcome)
         self._publish_store(service.store)
-        self._revoked.set(len(service.builder.revocations.list()))
-        self._missing.set(service.misses.page("count", 1).total)
-        self._publish_jobs()
         if service.shared is not None:
             self._publish_shared(service.shared)
 
     def text(self) -> bytes:
         """Everything as of now, in Prometheus' text format. Touches the disk."""
         self.publish()
+        self._publish_common(self._service)
         if not self.shared:
             return generate_latest(self.registry)
         bury_dead(Path(os.environ[DIRECTORY]))
@@ -201,6 +209,12 @@ class Metrics:
                 self._raise_to(self._by_tier[metric], count, name)
             self._entries.labels(name).set(stats.entries)
             self._stored.labels(name).set(stats.bytes)
+
+    def _publish_common(self, service: Service) -> None:
+        """What all workers share. Reading it takes as long as it is, so only the one that is asked does."""
+        self._revoked.set(len(service.builder.revocations.list()))
+        self._missing.set(service.misses.page("count", 1).total)
+        self._publish_jobs()
 
     def _publish_jobs(self) -> None:
         states, kernels = dict.fromkeys(_STATES, 0), dict.fromkeys(("built", "cached", "failed", "left"), 0)
@@ -267,7 +281,8 @@ def bury_dead(directory: Path) -> None:
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
-            mark_process_dead(pid, str(directory))  # type: ignore[no-untyped-call]
+            with contextlib.suppress(FileNotFoundError):  # another worker was faster, and takes the rest too
+                mark_process_dead(pid, str(directory))  # type: ignore[no-untyped-call]
         except PermissionError:
             pass
 

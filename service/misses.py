@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, Protocol, get_args
 from mlaprep.kernels_cache.files import TEMPORARY, Folder, new_name
 from mlaprep.kernels_cache.locks import LOCKS, file_lock
 from mlaprep.kernels_cache.strict_json import parse_strict
+from mlaprep.service.job_store import LATEST
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.errors import SpecError
 from mlaprep.templates.spec import KernelSpec, parse_variant_id
@@ -40,8 +41,6 @@ push out those that workers do ask for. Kernels that are known are always counte
 _SCHEMA: Final = 1
 _MAX_FILE_BYTES: Final = 16 * 2**20
 MOST: Final = 2**53 - 1
-LATEST: Final = 253_402_300_799
-"""The last second of the year 9999: a calendar has no later one."""
 _LOCK_TIMEOUT_S: Final = 2.0
 
 _log = logging.getLogger(__name__)

@@ -60,6 +60,9 @@ class Observed:
 
         try:
             await self._app(scope, receive, reply)
+        except Exception:  # the framework answers it beyond this middleware
+            status = status or 500
+            raise
         finally:
             seconds = time.perf_counter() - began
             self._running -= 1

@@ -24,6 +24,7 @@ from typing import Any, Final
 from mlaprep.kernels_cache.errors import StoreError
 from mlaprep.kernels_cache.redis_keys import PREFIX
 from mlaprep.kernels_cache.redis_link import RedisLink
+from mlaprep.kernels_cache.strict_json import parse_strict
 from mlaprep.service.job_store import MAX_JOBS, WarmupJob, decode_job, encode_job, is_job_id
 from mlaprep.service.rq_queue import queued_ids
 
@@ -168,7 +169,8 @@ def _get(client: Any, job_id: str) -> WarmupJob | None:
     if job is None:
         return None
     with contextlib.suppress(ValueError):
-        plan = json.loads(client.getrange(_name("job-plan", job_id), 0, _MAX_BYTES) or "{}")
+        text = client.getrange(_name("job-plan", job_id), 0, _MAX_BYTES - 1) or "{}"
+        plan = parse_strict(text, max_bytes=_MAX_BYTES)
         return dataclasses.replace(job, plan=plan if isinstance(plan, dict) else {})
     return job
 

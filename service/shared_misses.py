@@ -18,7 +18,8 @@ from typing import Any, Final
 from mlaprep.kernels_cache.errors import StoreError
 from mlaprep.kernels_cache.redis_keys import PREFIX
 from mlaprep.kernels_cache.redis_link import RedisLink
-from mlaprep.service.misses import LATEST, MAX_MISSES, MISS_REASONS, MOST, Miss, MissReason, Name
+from mlaprep.service.job_store import LATEST
+from mlaprep.service.misses import MAX_MISSES, MISS_REASONS, MOST, Miss, MissReason, Name
 
 COUNTS: Final = f"{PREFIX}misses"
 FIRST: Final = f"{PREFIX}misses-first"

@@ -4,6 +4,10 @@ import io
 import json
 import logging
 import re
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from service_kit import Client, ClientMaker
 
 from mlaprep.service.logs import formatter
+from mlaprep.service.metrics import bury_dead
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.spec import KernelSpec
 
@@ -95,6 +100,54 @@ def test_jobs_by_state(make_client: ClientMaker) -> None:
 
 def test_no_shared_tier_has_no_state(make_client: ClientMaker) -> None:
     assert "mlaprep_redis_up{" not in make_client().get("/metrics").text
+
+
+def test_a_fault_of_the_service_counts_as_500(make_client: ClientMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = make_client()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(client.service.misses, "page", broken)
+    assert client.get("/v1/misses").status_code == 500
+    monkeypatch.undo()
+    assert value(client, "requests_total", method="GET", route="/v1/misses", status="500") == 1
+    assert value(client, "requests_total", method="GET", route="/v1/misses", status="499") is None
+
+
+def test_scrapes_at_once_count_nothing_twice(make_client: ClientMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = make_client()
+    measured = client.app.state.metrics
+    client.get("/v1/kernels/sm_90a/" + KernelSpec(num_heads=3).variant_id)
+    child = type(measured._misses).inc
+
+    def slow(counter: Any, *args: Any) -> None:
+        time.sleep(0.002)
+        child(counter, *args)
+
+    monkeypatch.setattr(type(measured._misses), "inc", slow)
+    threads = [threading.Thread(target=measured.publish) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    monkeypatch.undo()
+    assert value(client, "store_misses_total") == client.service.store.stats().misses > 0
+
+
+def test_a_dead_worker_may_be_buried_by_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    file = tmp_path / f"gauge_livesum_{process.pid}.db"
+    file.touch()
+
+    def late(*_: object) -> None:
+        file.unlink()
+        raise FileNotFoundError
+
+    monkeypatch.setattr("mlaprep.service.metrics.mark_process_dead", late)
+    bury_dead(tmp_path)
+    assert not file.exists()
 
 
 @pytest.fixture

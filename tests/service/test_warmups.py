@@ -16,7 +16,7 @@ from mlaprep.service import job_store as job_store_module
 from mlaprep.service.builder import Builder
 from mlaprep.service.compiler import Compiler
 from mlaprep.service.errors import CompileFailed, TooManyJobs
-from mlaprep.service.job_store import MAX_FAILURES, MAX_JOBS, JobFailure, JobStore, WarmupJob
+from mlaprep.service.job_store import MAX_FAILURES, MAX_JOBS, JobFailure, JobStore, WarmupJob, decode_job, encode_job
 from mlaprep.service.jobs import MAX_WAITING, Jobs
 from mlaprep.templates.arch import DEFAULT_ARCHS, Arch
 from mlaprep.templates.errors import SpecError
@@ -271,8 +271,11 @@ class TestStore:
         store = JobStore(DiskStore(tmp_path / "cache").root)
         for number in range(MAX_JOBS + 20):
             store.put(self.job(number, state="done"))
+            if number < 20:
+                store.ask_to_stop(f"{number:016x}")
         kept = store.list()
         assert len(kept) == MAX_JOBS
+        assert len([*(tmp_path / "cache" / "jobs").iterdir()]) == MAX_JOBS  # and no sign to stop of one that is gone
         assert kept[0].id == f"{MAX_JOBS + 19:016x}"
 
     @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"schema":1}', b"\xff" * 100, b'{"schema":9}'])
@@ -284,6 +287,12 @@ class TestStore:
         file.write_bytes(damage)
         assert JobStore(tmp_path / "cache").list() == []
         assert [path.name for path in (tmp_path / "cache" / "tmp").iterdir()] == []
+
+    @pytest.mark.parametrize("moment", [1e300, -1.0, 253_402_300_800])
+    def test_a_time_that_no_calendar_has_is_damage(self, moment: float) -> None:
+        assert decode_job(encode_job(self.job(1, state="done"))) is not None
+        for name in ("created_at", "started_at", "finished_at"):
+            assert decode_job(encode_job(self.job(1, state="done", **{name: moment}))) is None
 
     def test_without_a_directory_jobs_are_kept_in_memory(self) -> None:
         store = JobStore(None)

@@ -262,6 +262,11 @@ class TestRecords:
         store.join_or_add(new_job(parse_plan(PLAN)))
         with redis_server.client() as client:
             (place,) = client.keys("mlaprep:1:job:*")
+            job_id = place.decode().rpartition(":")[2]
+            client.set(f"mlaprep:1:job-plan:{job_id}", '{"kernels":' + "[" * 100_000)
+            job = store.get(job_id)
+            assert job is not None
+            assert job.plan == {}
             client.set(place, b"\x80\x04}")
             client.zadd("mlaprep:1:jobs", {"../../etc": 1})
         assert store.list() == []
