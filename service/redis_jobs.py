@@ -16,6 +16,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ _LOOK_S: Final = 0.2
 _SETTLE_S: Final = 5.0  # a job may be on its way between the queue and its worker for so long
 _RUNS: Final = 3  # a job that three workers died of has had its chances
 _MAX_BYTES: Final = 4 * 2**20
+_BATCH: Final = 32  # jobs in one call: all of them, with all their failures, take longer than a call may
 _INDEX: Final = f"{PREFIX}jobs"
 _WORKER: Final = f"{PREFIX}worker"
 _SWAP: Final = """
@@ -76,7 +78,11 @@ class RedisJobs:
 
     def list(self) -> list[WarmupJob]:
         """Every job, the latest first, without their plans."""
-        return self._link.run(_list)
+        ids = self._link.run(_ids)
+        jobs = (
+            job for start in range(0, len(ids), _BATCH) for job in self._link.run(_read, ids[start : start + _BATCH])
+        )
+        return sorted(jobs, key=lambda job: (-job.created_at, job.id))
 
     def join_or_add(self, job: WarmupJob) -> tuple[WarmupJob, bool]:
         """Keep a new job, unless an equal plan has one that is not finished: then that, and False."""
@@ -115,7 +121,9 @@ class RedisJobs:
 
     def put_back(self, enqueue: Callable[[str], None]) -> None:
         """Queue again what lost its worker, or its place in the queue; one that keeps killing them is interrupted."""
-        for job_id in self._link.run(_stranded):
+        ids = self._link.run(_ids)
+        batches = (self._link.run(_stranded, ids[start : start + _BATCH]) for start in range(0, len(ids), _BATCH))
+        for job_id in itertools.chain.from_iterable(batches):
             job = self.get(job_id)
             if job is None:
                 continue
@@ -175,9 +183,10 @@ def _get(client: Any, job_id: str) -> WarmupJob | None:
     return job
 
 
-def _list(client: Any) -> list[WarmupJob]:
-    ids = [text.decode("ascii", "replace") for text in client.zrevrange(_INDEX, 0, MAX_JOBS - 1)]
-    return sorted(_read(client, [each for each in ids if is_job_id(each)]), key=lambda job: (-job.created_at, job.id))
+def _ids(client: Any) -> list[str]:
+    """Of every job, the latest first."""
+    ids = (text.decode("ascii", "replace") for text in client.zrevrange(_INDEX, 0, MAX_JOBS - 1))
+    return [each for each in ids if is_job_id(each)]
 
 
 def _read(client: Any, ids: Sequence[str]) -> list[WarmupJob]:
@@ -227,10 +236,8 @@ def _beat(client: Any, token: str, job_id: str | None) -> bool:
     return bool(client.eval(_BEAT, 1, _name("job-runner", job_id), token, round(1000 * ALIVE_S)))
 
 
-def _stranded(client: Any) -> list[str]:
-    """Jobs that were not finished, that nobody runs, and that no queue knows; each is given to one caller."""
-    ids = [text.decode("ascii", "replace") for text in client.zrevrange(_INDEX, 0, MAX_JOBS - 1)]
-    ids = [each for each in ids if is_job_id(each)]
+def _stranded(client: Any, ids: Sequence[str]) -> list[str]:
+    """Of these, jobs that were not finished, that nobody runs, and that no queue knows; each is given to one caller."""
     found = []
     lost = {job.id: job for job in _read(client, ids) if job.state in ("queued", "interrupted")}
     for text in client.mget([_name("job", job_id) for job_id in lost]) if lost else ():

@@ -12,14 +12,14 @@ import itertools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from mlaprep.kernels_cache.errors import StoreError
 from mlaprep.kernels_cache.redis_keys import PREFIX
 from mlaprep.kernels_cache.redis_link import RedisLink
 from mlaprep.service.job_store import LATEST
-from mlaprep.service.misses import MAX_MISSES, MISS_REASONS, MOST, Miss, MissReason, Name
+from mlaprep.service.misses import MAX_MISSES, MISS_REASONS, MOST, Miss, Name
 
 COUNTS: Final = f"{PREFIX}misses"
 FIRST: Final = f"{PREFIX}misses-first"
@@ -68,11 +68,16 @@ class SharedMisses:
         with self._lock:
             if time.monotonic() - self._read_at > _FRESH_S:
                 try:
-                    self._read = _parse(*self._link.run(_fetch))
+                    self._read = OrderedDict(itertools.chain.from_iterable(self._batches()))
                 except StoreError:
                     return None
                 self._read_at = time.monotonic()
             return self._read
+
+    def _batches(self) -> Iterator[list[tuple[Name, Miss]]]:
+        """The whole sum, a call a batch: all at once takes longer than a call may, and would open the breaker."""
+        number = self._link.run(lambda client: client.zcard(LAST))
+        return (self._link.run(_fetch, start) for start in range(0, min(number, MAX_MISSES), _BATCH))
 
 
 def _add(client: Any, new: Mapping[Name, Miss]) -> None:
@@ -87,29 +92,36 @@ def _add(client: Any, new: Mapping[Name, Miss]) -> None:
     pipeline.execute()
 
 
-def _fetch(client: Any) -> tuple[dict[bytes, bytes], list[tuple[bytes, float]], list[tuple[bytes, float]]]:
-    pipeline = client.pipeline(transaction=True).hgetall(COUNTS)
-    counts, first, last = pipeline.zrange(FIRST, 0, -1, withscores=True).zrange(LAST, 0, -1, withscores=True).execute()
-    return counts, first, last
-
-
-def _parse(
-    counts: Mapping[bytes, bytes], first: list[tuple[bytes, float]], last: list[tuple[bytes, float]]
-) -> OrderedDict[Name, Miss]:
-    """What makes sense of it; the rest is passed over."""
-    reasons: dict[Name, dict[MissReason, int]] = {}
-    for place, count in counts.items():
-        words = place.decode("ascii", "replace").split(" ")
-        if len(words) == 3 and words[2] in MISS_REASONS and count.isdigit() and 0 < int(count[:17]) <= MOST:
-            reasons.setdefault((words[1], words[0]), {})[words[2]] = int(count[:17])
-    began = {_name(member): _seconds(score) for member, score in first}
-    found = OrderedDict[Name, Miss]()
-    for member, score in last:
-        name, seen = _name(member), _seconds(score)
-        if name in reasons:
-            total = min(MOST, sum(reasons[name].values()))
-            found[name] = Miss(total, reasons[name], min(began.get(name, seen), seen), seen)
+def _fetch(client: Any, start: int) -> list[tuple[Name, Miss]]:
+    """Those of one batch in order of when they were last seen. What makes no sense is passed over."""
+    scored = [
+        (member, _seconds(score)) for member, score in client.zrange(LAST, start, start + _BATCH - 1, withscores=True)
+    ]
+    if not scored:
+        return []
+    members = [member for member, _ in scored]
+    pipeline = client.pipeline(transaction=False).zmscore(FIRST, members)
+    pipeline.hmget(COUNTS, [b"%b %b" % (member, reason.encode()) for member in members for reason in MISS_REASONS])
+    began, counts = pipeline.execute()
+    found = []
+    for (member, last), first, row in zip(scored, began, _rows(counts), strict=True):
+        reasons = {reason: number for reason, text in zip(MISS_REASONS, row, strict=True) if (number := _count(text))}
+        if reasons:
+            total = min(MOST, sum(reasons.values()))
+            seen = last if first is None else min(_seconds(first), last)
+            found.append((_name(member), Miss(total, reasons, seen, last)))
     return found
+
+
+def _rows(counts: list[bytes | None]) -> Iterator[list[bytes | None]]:
+    """Of each member, the counts by reason."""
+    return (counts[at : at + len(MISS_REASONS)] for at in range(0, len(counts), len(MISS_REASONS)))
+
+
+def _count(text: bytes | None) -> int:
+    """0 for what is none."""
+    number = int(text) if text is not None and text.isdigit() and len(text) <= len(str(MOST)) else 0
+    return number if number <= MOST else 0
 
 
 def _name(member: bytes) -> Name:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis_server import RedisServer, redis_server
@@ -91,6 +92,29 @@ def test_those_that_were_lacking_longest_ago_go_first(
     assert sorted(listed(replica(tmp_path / "1", link))) == sorted(kept)
     client = redis_server.client()
     assert (client.hlen(COUNTS), client.zcard(FIRST), client.zcard(LAST)) == (3, 3, 3)
+
+
+def test_no_call_reads_more_than_a_batch(link: RedisLink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call has a budget, and going over it opens the breaker of all that the link carries."""
+    monkeypatch.setattr(module, "_BATCH", 2)
+    misses = replica(tmp_path / "0", link)
+    for heads in range(1, 6):
+        misses.record(report(heads, heads=heads))
+    misses.save()
+    shared, run = SharedMisses(link), link.run
+    calls: list[Any] = []
+
+    def counted(call: Any, *args: Any) -> Any:
+        calls.append(answer := run(call, *args))
+        return answer
+
+    monkeypatch.setattr(link, "run", counted)
+    known = shared.known()
+    assert known is not None
+    assert sorted(miss.count for miss in known.values()) == [1, 2, 3, 4, 5]
+    assert calls[0] == 5
+    assert [len(answer) for answer in calls[1:]] == [2, 2, 1]
+    misses.close()
 
 
 @pytest.mark.parametrize("count", [b"", b"-1", b"0", b"1e9", b"9" * 40, b"\xff", b"1\n"])
