@@ -53,6 +53,9 @@ def supervise(
         stack.enter_context(stop.on_signals())
         workers = [_Worker(own, listeners) for _ in range(settings.workers)]
         stack.callback(_end, workers, settings.shutdown_grace_s)
+        # Before the workers end: while this copy is open, connections are taken that nobody will answer.
+        for listener in listeners:
+            stack.callback(listener.close)
         while not all(worker.is_ready for worker in workers):
             if stop.wanted:
                 return

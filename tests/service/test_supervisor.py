@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -96,3 +97,25 @@ def test_what_killed_supervisors_left_is_swept_and_nothing_else(
         names = {path.name for path in tmp_path.iterdir()}
         assert names == {own.name, "mlaprep-metrics-held", "mlaprep-metrics-young", "mlaprep-metrics-link", "other"}
     assert (tmp_path / "other" / "counter_1.db").exists()
+
+
+def test_nothing_listens_any_more_when_workers_are_asked_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    class Idle:
+        is_ready = is_alive = True
+        pid = 0
+
+        def __init__(self, _: Settings, listeners: list[socket.socket]) -> None:
+            self.sentinel, self.listeners = os.pipe()[0], listeners
+
+        def ask_to_end(self) -> None:
+            seen.extend(listener.fileno() for listener in self.listeners)
+
+        def end_by(self, _: float) -> None:
+            os.close(self.sentinel)
+
+    monkeypatch.setattr(supervisor, "_Worker", Idle)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        supervisor.supervise(Settings(workers=2), [listener], lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert seen == [-1, -1]
