@@ -50,7 +50,7 @@ JobPath = Annotated[
     status_code=202,
     responses={
         200: {"model": WarmupReply, "description": "an equal plan is not finished yet: this is its job"},
-        **problems(413, 415, 422, 429),
+        **problems(413, 415, 422, 429, 503),
     },
     openapi_extra=query(requestBody=plan_body(MAX_ENTRIES, MAX_KERNELS)),
 )
@@ -69,7 +69,11 @@ async def start_warmup(request: Request) -> Response:
 
 
 @router.get(
-    "", dependencies=[require("read")], summary="Warm-up jobs", response_model=WarmupsReply, responses=problems(422)
+    "",
+    dependencies=[require("read")],
+    summary="Warm-up jobs",
+    response_model=WarmupsReply,
+    responses=problems(422, 503),
 )
 async def list_warmups(request: Request) -> Response:
     """Those of every process on the same cache, the latest first."""
@@ -84,7 +88,7 @@ async def list_warmups(request: Request) -> Response:
     dependencies=[require("read")],
     summary="One warm-up job",
     response_model=WarmupReply,
-    responses=problems(404, 422),
+    responses=problems(404, 422, 503),
 )
 async def get_warmup(request: Request, job_id: JobPath) -> Response:
     """How far it is, and what could not be built."""
@@ -131,7 +135,7 @@ async def watch_warmup(request: Request, job_id: JobPath) -> Response:
     summary="Run a warm-up again",
     response_model=WarmupReply,
     status_code=202,
-    responses=problems(404, 409, 422, 429),
+    responses=problems(404, 409, 422, 429, 503),
     openapi_extra=query(),
 )
 async def resume_warmup(request: Request, job_id: JobPath) -> Response:
@@ -153,7 +157,7 @@ async def resume_warmup(request: Request, job_id: JobPath) -> Response:
     summary="Cancel a warm-up",
     response_model=WarmupReply,
     status_code=202,
-    responses=problems(404, 422),
+    responses=problems(404, 422, 503),
     openapi_extra=query(),
 )
 async def cancel_warmup(request: Request, job_id: JobPath) -> Response:

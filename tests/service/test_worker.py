@@ -279,3 +279,6 @@ class TestRecords:
             assert reply.status_code == 503
             assert "retry-after" in reply.headers
         assert replica.get("/healthz").status_code == 200
+        for path, methods in replica.get("/openapi.json").json()["paths"].items():
+            if path.startswith("/v1/warmups"):
+                assert all("503" in described["responses"] for described in methods.values()), path
