@@ -119,6 +119,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
     return {
         "benchmark": "client",
+        "schema": 1,
         "date": now(),
         "machine": describe_machine() if devices else describe_host(),
         "versions": versions(artifact, devices),
