@@ -157,9 +157,11 @@ def _name(kind: str, job_id: str) -> str:
 
 def _put(client: Any, job: WarmupJob) -> None:
     pipeline = client.pipeline(transaction=True)
-    pipeline.set(_name("job", job.id), encode_job(dataclasses.replace(job, plan={})), ex=TTL_S)
+    # What is not over has no end: a Redis that is full may evict what has one.
+    kept_s = TTL_S if job.finished else None
+    pipeline.set(_name("job", job.id), encode_job(dataclasses.replace(job, plan={})), ex=kept_s)
     if job.plan:
-        pipeline.set(_name("job-plan", job.id), json.dumps(job.plan, separators=(",", ":")), ex=TTL_S)
+        pipeline.set(_name("job-plan", job.id), json.dumps(job.plan, separators=(",", ":")), ex=kept_s)
     pipeline.zadd(_INDEX, {job.id: job.created_at})
     pipeline.zrange(_INDEX, 0, -MAX_JOBS - 1)
     for old in pipeline.execute()[-1]:
@@ -226,7 +228,7 @@ def _claim(client: Any, job_id: str, token: str) -> bool:
 
 def _times_run(client: Any, job_id: str) -> int:
     text = client.get(_name("job-runs", job_id)) or b"0"
-    return int(text) if text.isdigit() else _RUNS
+    return int(text) if text.isdigit() and len(text) < 10 else _RUNS
 
 
 def _beat(client: Any, token: str, job_id: str | None) -> bool:

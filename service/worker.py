@@ -154,9 +154,13 @@ class Worker:
 
         def beat() -> None:
             while True:
-                with contextlib.suppress(StoreError):
+                try:
                     self._superseded |= not self._store.beat(self._token, self._current)
                     self._store.put_back(lambda job_id: self._link.run(enqueue, job_id))
+                except StoreError:
+                    pass
+                except Exception:  # a worker that is silent loses its job
+                    _log.exception("warm-ups: a fault of the worker, which goes on")
                 if over.wait(_BEAT_S):
                     return
 

@@ -1,6 +1,7 @@
 """Warm-up jobs of a fleet: replicas on one Redis, and workers that come, go and are killed."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -282,3 +283,15 @@ class TestRecords:
         for path, methods in replica.get("/openapi.json").json()["paths"].items():
             if path.startswith("/v1/warmups"):
                 assert all("503" in described["responses"] for described in methods.values()), path
+
+
+def test_only_a_job_that_is_over_has_an_end(redis_server: RedisServer, link: RedisLink) -> None:
+    """A Redis that is full evicts what has one, and a job that waits must not be among that."""
+    store = RedisJobs(link)
+    job = store.put(new_job(parse_plan(PLAN)))
+    client = redis_server.client()
+    names = [name for name in client.scan_iter("*") if job.id.encode() in name and client.type(name) == b"string"]
+    assert len(names) == 2
+    assert [client.ttl(name) for name in names] == [-1, -1]
+    store.put(dataclasses.replace(job, state="done", finished_at=time.time()))
+    assert all(client.ttl(name) > 0 for name in names)
