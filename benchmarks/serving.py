@@ -9,11 +9,13 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 HERE = Path(__file__).resolve().parent
 SERVE = "from mlaprep.service.server import serve; serve()"
@@ -112,8 +114,13 @@ def nginx(body: Path, folder: Path) -> contextlib.AbstractContextManager[Served]
     return running(["nginx", "-c", str(config), "-e", str(folder / "error.log")], port, f"/{body.name}")
 
 
+_BYTECODE: Final = tempfile.TemporaryDirectory(prefix="mlaprep-bytecode-")
+
+
 def environ_of(port: int, cache: Path, **settings: str) -> dict[str, str]:
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MLAPREP_")}
+    # Bytecode as an installation has it, whatever the environment says of writing it.
+    plain |= {"PYTHONPYCACHEPREFIX": _BYTECODE.name, "PYTHONDONTWRITEBYTECODE": ""}
     return plain | {"MLAPREP_PORT": str(port), "MLAPREP_CACHE_DIR": str(cache)} | settings
 
 

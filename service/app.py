@@ -1,6 +1,7 @@
 """The service as an ASGI application: ``uvicorn --factory mlaprep.service.app:create_app``."""
 
 import asyncio
+import functools
 import logging
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -11,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlaprep.kernels_cache.store import KernelStore
 from mlaprep.service import problems
@@ -66,6 +68,15 @@ _DESCRIPTION: Final = (
 _log = logging.getLogger(__name__)
 
 
+class _App(FastAPI):
+    """With one layer in front of the framework's own, which take longer than a reply that is repeated."""
+
+    front: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.front(scope, receive, send)
+
+
 def create_app(
     settings: Settings | None = None, *, store: KernelStore | None = None, compiler: Compiler | None = None
 ) -> FastAPI:
@@ -98,7 +109,7 @@ def create_app(
             await in_thread(service.close)
             measured.close()
 
-    app = FastAPI(
+    app = _App(
         title="mlaprep",
         version=release_version(),
         description=_DESCRIPTION,
@@ -131,12 +142,14 @@ def create_app(
             allow_headers=["Authorization", "Content-Type", "If-None-Match", "X-Request-ID"],
             expose_headers=["ETag", "Retry-After", "WWW-Authenticate", "X-Request-ID"],
         )
-    app.add_middleware(
-        HotArtifacts,
-        is_open=lambda: not (drain.began or load.is_beyond),
-        max_bytes=min(HOT_BYTES, service.settings.memory_max_bytes),
-    )
     app.add_middleware(Observed, metrics=measured, access_log=service.settings.access_log)
+    app.front = HotArtifacts(
+        functools.partial(FastAPI.__call__, app),
+        # Where every request has a line in the log, these have one too.
+        is_open=lambda: not (drain.began or load.is_beyond or service.settings.access_log),
+        max_bytes=min(HOT_BYTES, service.settings.memory_max_bytes),
+        counts=measured.hot,
+    )
     for router in _ROUTERS:
         app.include_router(router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # the documented way to extend it

@@ -26,6 +26,8 @@ Sort = Literal["shape", "size", "registers", "hits", "last_use"]
 SORTS: Final[tuple[Sort, ...]] = get_args(Sort)
 
 _SNAPSHOT_S: Final = 1.0
+_COMPILER_FIRST_S: Final = 3.0
+_POLL_S: Final = 0.02
 _SHORT_S: Final = 0.1  # a reading that may be done before an answer; a longer one goes on behind it
 _SHORT_AFTER_BUILD_S: Final = 1.0  # the same where this process has built more, which its callers expect to see
 
@@ -236,8 +238,17 @@ class Catalog:
         return self._view().page(wanted, limit, sort)
 
     def start(self) -> None:
-        """Read the store in a thread of its own, so that the first question need not."""
-        self._refresh_behind()
+        """Read the store in a thread of its own, so that the first question need not.
+
+        Once the compiler is there, or after a moment: both at once would keep the service from being ready.
+        """
+        threading.Thread(target=self._read_first, name="mlaprep-catalog", daemon=True).start()
+
+    def _read_first(self) -> None:
+        until = time.monotonic() + _COMPILER_FIRST_S
+        while self._builder.compiler.state().status == "starting" and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        self._refresh(wait=False)
 
     @property
     def is_indexing(self) -> bool:

@@ -15,7 +15,8 @@ FRESH_S: Final = 0.1
 HOT_BYTES: Final = 16 * 2**20
 
 _PATH: Final = "/v1/artifacts/"
-_ROUTE: Final = "/v1/artifacts/{digest}"
+HOT_ROUTE: Final = "/v1/artifacts/{digest}"
+"""The route whose replies these are."""
 # With one of these a request may get another reply than the plain one, or has a body that somebody must bound.
 _CONDITIONS: Final = frozenset({b"if-none-match", b"authorization", b"origin", b"content-length", b"transfer-encoding"})
 _REQUEST_ID: Final = b"x-request-id"
@@ -31,6 +32,14 @@ class _Reply:
     until: float
 
 
+@dataclass(slots=True)
+class HotCounts:
+    """Replies that were repeated, and the bytes of their bodies. Written on the event loop alone."""
+
+    replies: int = 0
+    sent: int = 0
+
+
 class HotArtifacts:
     """ASGI middleware that repeats the plain 200 of ``GET /v1/artifacts/{digest}`` for ``FRESH_S`` seconds.
 
@@ -44,10 +53,18 @@ class HotArtifacts:
     Args:
         is_open: false while requests are turned away; then nothing is repeated.
         max_bytes: of bodies kept; those that were asked for again longest ago go first. 0 keeps none.
+        counts: where repeated replies are counted, which pass by every other layer.
     """
 
-    def __init__(self, app: ASGIApp, is_open: Callable[[], bool] = lambda: True, max_bytes: int = HOT_BYTES) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        is_open: Callable[[], bool] = lambda: True,
+        max_bytes: int = HOT_BYTES,
+        counts: HotCounts | None = None,
+    ) -> None:
         self._app = app
+        self._counts = counts or HotCounts()
         self._is_open = is_open
         self._max_bytes = max_bytes
         self._replies: OrderedDict[_Key, _Reply] = OrderedDict()
@@ -69,10 +86,9 @@ class HotArtifacts:
                     reply.until = now + FRESH_S  # whoever comes while this request asks
                 await self._ask(key, scope, receive, send)
                 return
-            request_id = request_id_of(scope)
-            headers = [*reply.headers, (_REQUEST_ID, request_id)]
-            state = scope.setdefault("state", {})
-            state["route"], state["request_id"] = _ROUTE, request_id.decode()
+            self._counts.replies += 1
+            self._counts.sent += len(reply.body)
+            headers = [*reply.headers, (_REQUEST_ID, request_id_of(scope))]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": reply.body})
 

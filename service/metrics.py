@@ -31,6 +31,7 @@ from mlaprep.kernels_cache.disk import DiskStore
 from mlaprep.kernels_cache.errors import StoreError
 from mlaprep.kernels_cache.redis import RedisStore
 from mlaprep.kernels_cache.store import KernelStore, MemoryStore, StoreStats, TieredStore
+from mlaprep.service.hot_artifacts import HOT_ROUTE, HotCounts
 from mlaprep.service.job_store import JobState
 from mlaprep.service.release import release_version
 from mlaprep.service.state import Service
@@ -74,6 +75,8 @@ class Metrics:
             "compile_seconds", "Time that NVRTC took for a kernel.", _COMPILE_SECONDS
         )
         self._routes: dict[tuple[str, str, int], _Route] = {}
+        self.hot: Final = HotCounts()
+        """Replies that no layer but the outermost sees; they are too quick to be timed one by one."""
         self._ready = self._gauge("ready", "Whether this process can do its work.", "livemin")
         self._info = self._gauge(
             "build_info", "Versions of the release and of its compiler.", "livemax", "version", "nvrtc"
@@ -162,6 +165,9 @@ class Metrics:
         self._compiles_running.set(builder.building)
         self._queue.set(max(builder.waiting, compiler.queued))
         self._processes.set(len(compiler.pids))
+        if self.hot.replies:
+            self._raise_to(self._requests, self.hot.replies, "GET", HOT_ROUTE, "200")
+            self._raise_to(self._bytes, self.hot.sent, HOT_ROUTE)
         self._raise_to(self._crashes, compiler.crashes)
         self._raise_to(self._timeouts, compiler.timeouts)
         self._raise_to(self._joined, builder.joined)

@@ -16,6 +16,9 @@ Place = tuple[float, Order]
 
 Facet = tuple[str, object]
 
+_WINDOW_BITS: Final = 1024
+_WINDOW: Final = (1 << _WINDOW_BITS) - 1
+
 
 class VariantOrder:
     """Not changed once it is made, so it may be read by several threads.
@@ -62,8 +65,15 @@ class VariantOrder:
 
     def walk(self, bits: int) -> Iterator[tuple[Place, KernelSpec]]:
         """The variants of these bits, in order."""
+        base = 0
         while bits:
-            lowest = bits & -bits
-            rank = lowest.bit_length() - 1
-            yield self.places[rank], self.specs[rank]
-            bits ^= lowest
+            # A step over all bits for each window, and not for each variant.
+            skipped = (bits & -bits).bit_length() - 1
+            base, bits = base + skipped, bits >> skipped
+            window = bits & _WINDOW
+            while window:
+                lowest = window & -window
+                rank = base + lowest.bit_length() - 1
+                yield self.places[rank], self.specs[rank]
+                window ^= lowest
+            base, bits = base + _WINDOW_BITS, bits >> _WINDOW_BITS

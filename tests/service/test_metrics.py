@@ -216,3 +216,14 @@ def test_every_metric_stands_in_the_documentation(make_client: ClientMaker) -> N
     }
     assert shown - told == set()
     assert {name for name in told - shown if not name.startswith("mlaprep_client")} == set()
+
+
+def test_repeated_cubins_are_counted_too(make_client: ClientMaker, spec: KernelSpec, arch: Arch) -> None:
+    client = make_client()
+    digest = client.put(f"/v1/kernels/{arch}/{spec.variant_id}").json()["manifest"]["cubin_sha256"]
+    sizes = [len(client.get(f"/v1/artifacts/{digest}").content) for _ in range(5)]
+    assert client.app.state.metrics.hot.replies > 0
+    route = "/v1/artifacts/{digest}"
+    for _ in range(2):  # and each once, however often it is asked
+        assert value(client, "requests_total", method="GET", route=route, status="200") == 5
+        assert value(client, "response_bytes_total", route=route) == sum(sizes)
