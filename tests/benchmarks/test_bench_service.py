@@ -105,7 +105,7 @@ def test_the_page_on_scaling_is_made_of_a_record(tmp_path: Path, monkeypatch: py
     record |= {"machine": {"cpu": "a processor", "cores": 2}, "versions": versions, "figures": figures}
     record["goals"] = service_goals.judge({}, cores=2)
     monkeypatch.setattr(document, "RESULTS", tmp_path)
-    text = document.PAGES[1].read_text("utf-8")
+    text = (document.DOCS / "scaling.md").read_text("utf-8")
     assert "10,000 workers, 40 cubins each" not in document.renewed(text)
     (tmp_path / "service-2core-2026-12-01.json").write_text(json.dumps(record))
     made = document.renewed(text)

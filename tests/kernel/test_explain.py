@@ -32,6 +32,9 @@ CALL = make(T, H, R, D)
 class Untouchable:
     """A service that nobody may ask."""
 
+    def fetch_reply(self, *_: object) -> Any:
+        raise AssertionError("explain asked the service for a kernel")
+
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"explain asked the service for {name}")
 
