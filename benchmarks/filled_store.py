@@ -10,9 +10,9 @@ from unittest import mock
 
 from mlaprep.kernels_cache.artifact import KernelArtifact
 from mlaprep.kernels_cache.disk import DiskStore
-from mlaprep.kernels_cache.key import cache_key
+from mlaprep.kernels_cache.key import cache_key, request_key
 from mlaprep.templates.arch import Arch
-from mlaprep.templates.render import render
+from mlaprep.templates.render import render, templates_fingerprint
 from mlaprep.templates.spec import KernelSpec
 
 ARCHS = tuple(map(Arch, ("sm_90a", "sm_100a", "sm_103a", "sm_120a")))
@@ -25,11 +25,14 @@ def specs() -> Iterator[KernelSpec]:
 
 
 def fill(root: Path, entries: int, compiled: dict[Arch, KernelArtifact], max_bytes: int = 2**40) -> None:
-    """Publish ``entries`` entries. What is written is not forced to the medium, or it would take minutes."""
+    """Publish and link ``entries`` entries, as a builder does, but do not force them to the medium: that takes long."""
     store = DiskStore(root, max_bytes)
     with mock.patch.object(os, "fsync"):
         for spec, arch in itertools.islice(itertools.product(specs(), compiled), entries):
-            store.publish(like(compiled[arch], spec, arch))
+            artifact = like(compiled[arch], spec, arch)
+            store.publish(artifact)
+            request = request_key(arch=arch.name, spec=spec.to_dict(), generator=templates_fingerprint())
+            store.link(request, artifact.key)
 
 
 def like(artifact: KernelArtifact, spec: KernelSpec, arch: Arch) -> KernelArtifact:

@@ -41,6 +41,20 @@ class JsonText(Mapping[str, Any]):
         _require_short_integers(copy)
         self.text = write_json(copy)
 
+    @classmethod
+    def parsed(cls, value: dict[str, Any]) -> "JsonText":
+        """Of what :func:`mlaprep.kernels_cache.strict_json.parse_strict` read, whose bounds need no second look.
+
+        Raises:
+            ValueError: a lone surrogate, which JSON can spell.
+        """
+        text = write_json(value)
+        if "\\ud" in text:
+            json_value(value)
+        self = cls.__new__(cls)
+        self.text = text
+        return self
+
     def shared(self) -> "JsonText":
         """The same, its text one object in the process however many have it."""
         self.text = sys.intern(self.text)

@@ -11,10 +11,11 @@ from typing import Final, Literal, get_args
 
 from mlaprep.kernels_cache.artifact import Manifest
 from mlaprep.service.builder import Builder, Target, Use
+from mlaprep.service.errors import CatalogUnread
 from mlaprep.service.variant_order import Facet, Order, Place, VariantOrder
 from mlaprep.templates.arch import DEFAULT_ARCHS, Arch
 from mlaprep.templates.errors import SpecError
-from mlaprep.templates.presets import PRESETS, Preset
+from mlaprep.templates.presets import PRESETS
 from mlaprep.templates.render import check_target
 from mlaprep.templates.spec import KernelSpec
 
@@ -28,6 +29,7 @@ SORTS: Final[tuple[Sort, ...]] = get_args(Sort)
 _SNAPSHOT_S: Final = 1.0
 _COMPILER_FIRST_S: Final = 3.0
 _POLL_S: Final = 0.02
+_FIRST_WAIT_S: Final = 4.0  # below the patience of whatever stands in front
 _SHORT_S: Final = 0.1  # a reading that may be done before an answer; a longer one goes on behind it
 _SHORT_AFTER_BUILD_S: Final = 1.0  # the same where this process has built more, which its callers expect to see
 
@@ -234,7 +236,11 @@ class Catalog:
         """By key of an entry: what it is given out for, if for anything."""
 
     def page(self, wanted: Filter, limit: int, sort: Sort = "shape") -> Page:
-        """The first variants that match, in order. What another process built shows within seconds."""
+        """The first variants that match, in order. What another process built shows within seconds.
+
+        Raises:
+            CatalogUnread: the store is being read for the first time, and takes long.
+        """
         return self._view().page(wanted, limit, sort)
 
     def start(self) -> None:
@@ -256,12 +262,16 @@ class Catalog:
         return self._snapshot is _NOTHING and self._reading.locked()
 
     def variant(self, spec: KernelSpec, archs: Iterable[Arch]) -> Variant:
-        """One variant on each of these architectures that can run it, and on those it is built for."""
+        """One variant on each of these architectures that can run it, and on those it is built for.
+
+        Raises:
+            CatalogUnread: as for :meth:`page`.
+        """
         view = self._view()
         return view.describe(spec, view.archs(spec) | {arch for arch in archs if _runs(spec, arch)})
 
     def states(self, targets: Iterable[Target]) -> list[State]:
-        """How far each of these kernels is, as :meth:`page` tells it."""
+        """How far each of these kernels is, as :meth:`page` tells it, with the same errors."""
         view = self._view()
         return [view.state(target) for target in targets]
 
@@ -276,7 +286,9 @@ class Catalog:
         return _View(self._snapshot, self._builder)
 
     def _refresh(self, *, wait: bool) -> None:
-        if not self._reading.acquire(blocking=wait):
+        if not self._reading.acquire(timeout=_FIRST_WAIT_S if wait else 0):
+            if self._snapshot is _NOTHING and wait:
+                raise CatalogUnread()
             return
         try:
             if not self._snapshot.is_fresh(self._builder.compiles):
@@ -289,9 +301,12 @@ class Catalog:
 
     def _read(self) -> _Snapshot:
         began, compiles = time.monotonic(), self._builder.compiles
-        manifests = dict(self._entries())
         archs: dict[KernelSpec, set[Arch]] = {}
-        for spec, arch in manifests:
+        manifests: dict[Target, Manifest] = {}
+        one: dict[KernelSpec, KernelSpec] = {}
+        for (equal, arch), manifest in self._entries():
+            spec = one.setdefault(equal, equal)  # one object for all: to compare two field by field is slow
+            manifests[spec, arch] = manifest
             archs.setdefault(spec, set()).add(arch)
         for spec in preset_specs():
             archs.setdefault(spec, set()).update(arch for arch in DEFAULT_ARCHS if _runs(spec, arch))
@@ -313,16 +328,20 @@ class Catalog:
         version = self._builder.serving_version()
         known = self._served if version == self._version else {}
         served: dict[str, Target | None] = {}
+        specs: dict[str, KernelSpec] = {}
         for manifest in sorted(self._builder.store.list(), key=lambda manifest: manifest.created_at):
             key = manifest.key
-            served[key] = target = known[key] if key in known else self._target(manifest, version)
+            served[key] = target = known[key] if key in known else self._target(manifest, version, specs)
             if target is not None:
                 yield target, manifest
         self._version, self._served = version, served
 
-    def _target(self, manifest: Manifest, version: str | None) -> Target | None:
+    def _target(self, manifest: Manifest, version: str | None, specs: dict[str, KernelSpec]) -> Target | None:
+        text = manifest.spec.text
         try:
-            spec, arch = KernelSpec.from_dict(manifest.spec), Arch(manifest.arch)
+            if (spec := specs.get(text)) is None:  # an entry for each architecture has the same
+                spec = specs[text] = KernelSpec.from_dict(manifest.spec)
+            arch = Arch(manifest.arch)
         except SpecError:  # from a release that knew more
             return None
         return (spec, arch) if self._builder.would_serve(manifest, spec, arch, version) else None
@@ -341,12 +360,8 @@ def preset_specs() -> tuple[KernelSpec, ...]:
 
 def models_of(spec: KernelSpec) -> tuple[str, ...]:
     """Presets whose shape and cache layout this spec has, at one of their degrees."""
-    return tuple(name for name, preset in PRESETS.items() if _serves(spec, preset))
-
-
-def _serves(spec: KernelSpec, preset: Preset) -> bool:
-    shape = (spec.kv_lora_rank, spec.rope_dim, spec.layout) == (preset.kv_lora_rank, preset.rope_dim, preset.layout)
-    return shape and spec.num_heads in {preset.num_heads // tp for tp in preset.tp_degrees}
+    facets = _spec_facets(spec.num_heads, spec.kv_lora_rank, spec.rope_dim, spec.layout)
+    return tuple(name for name in PRESETS if ("model", name) in facets)
 
 
 @functools.lru_cache(maxsize=65536)

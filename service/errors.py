@@ -14,6 +14,7 @@
     │   ├── QueueFull               as many kernels wait for a compiler as may
     │   └── BuilderClosed           the builder was closed while the kernel waited
     ├── TooManyJobs                 as many warm-ups wait for their turn as may
+    ├── CatalogUnread               the store is still being read for the first time
     └── InspectError                a kernel whose machine code could not be shown
         ├── DisassemblerUnavailable nvdisasm is not there or does not start
         └── DisassemblyFailed       nvdisasm refused the code, took too long, or gave what cannot be read
@@ -143,6 +144,16 @@ class TooManyJobs(MlaprepError):
     def __init__(self, limit: int) -> None:
         self.limit = limit
         super().__init__(f"{limit} warm-ups wait for their turn already; start this one again once some are done")
+
+
+class CatalogUnread(MlaprepError):
+    """The store is being read for the first time since the service started; kernels are handed out meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the store is still being read for the first listing since the service started; ask again in a moment. "
+            "Kernels and artifacts are handed out meanwhile"
+        )
 
 
 class InspectError(MlaprepError):

@@ -19,6 +19,7 @@ from mlaprep.service.errors import (
     RETRY_AFTER_S,
     BuilderClosed,
     BuildError,
+    CatalogUnread,
     CompileCrashed,
     CompileFailed,
     CompilerUnavailable,
@@ -131,6 +132,9 @@ def problem_of(error: Exception) -> ProblemError:
             return ProblemError(
                 409, "ambiguous-prefix", "The prefix fits several kernels", "Give more digits, or all 64 of them."
             )
+        case CatalogUnread():
+            told = {"retry-after": str(RETRY_AFTER_S)}
+            return ProblemError(503, "indexing", "The store is still being read", str(error), headers=told)
         case StoreError():
             told = {"retry-after": str(RETRY_AFTER_S)}
             return ProblemError(503, "not-kept", "The store cannot keep this", str(error), headers=told)

@@ -8,12 +8,12 @@ from typing import Any, Final, TypeVar, TypeVarTuple, Unpack
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlaprep.kernels_cache.artifact import Manifest
 from mlaprep.kernels_cache.errors import SigningError, StoreError
-from mlaprep.kernels_cache.key import canonical_json
 from mlaprep.kernels_cache.key_files import read_signing_key
 from mlaprep.kernels_cache.opening import folder_of, open_store_or_memory
 from mlaprep.kernels_cache.redis import RedisStore
@@ -239,5 +239,5 @@ def service_of(request: Request) -> Service:
 
 def json_response(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """JSON that caches ask for again each time: what is built can change at any moment."""
-    body = canonical_json(document).encode()
+    body = to_json(document, inf_nan_mode="null")
     return Response(body, status, {"cache-control": "no-cache"} | (headers or {}), "application/json")

@@ -67,7 +67,7 @@ PARAMETERS: Final = (
     dependencies=[require("read")],
     summary="Kernels that workers asked for and lacked",
     response_model=MissesReply,
-    responses=problems(422),
+    responses=problems(422, 503),
     openapi_extra=query(*PARAMETERS),
 )
 async def list_misses(request: Request) -> Response:

@@ -48,7 +48,7 @@ _PARAMETERS: Final = (
     dependencies=[require("read")],
     summary="Variants with their state on each architecture",
     response_model=VariantsReply,
-    responses=problems(422),
+    responses=problems(422, 503),
     openapi_extra=query(*_PARAMETERS),
 )
 async def list_variants(request: Request) -> Response:
@@ -78,7 +78,7 @@ async def list_variants(request: Request) -> Response:
     dependencies=[require("read")],
     summary="One variant on every architecture",
     response_model=VariantReply,
-    responses=problems(422),
+    responses=problems(422, 503),
     openapi_extra=query(),
 )
 async def get_variant(request: Request, variant_id: VariantPath) -> Response:

@@ -15,7 +15,8 @@ from mlaprep.service import catalog as catalog_module
 from mlaprep.service.builder import Builder
 from mlaprep.service.catalog import SORTS, Catalog, Filter, Sort, _spec_facets, _spec_facets_wanted, preset_specs
 from mlaprep.service.compiler import Compiler
-from mlaprep.service.errors import CompileFailed
+from mlaprep.service.errors import CatalogUnread, CompileFailed
+from mlaprep.service.problems import problem_of
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.spec import KernelSpec
 
@@ -145,3 +146,31 @@ def test_the_first_reading_goes_on_behind_and_readyz_says_so(builder: Builder) -
     assert catalog.page(Filter(state="built"), 5).total == 150
     assert not catalog.is_indexing
     assert store.looks == 1
+
+
+def test_nobody_waits_for_long_while_the_store_is_read_for_the_first_time(
+    builder: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = builder.store
+    assert isinstance(store, Listed)
+    store.pause_s = 0.5
+    monkeypatch.setattr(catalog_module, "_FIRST_WAIT_S", 0.05)
+    catalog = Catalog(builder)
+    catalog.start()
+    deadline = time.monotonic() + 10
+    while not catalog.is_indexing and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(CatalogUnread, match="ask again"):
+        catalog.page(Filter(), 5)
+    assert (problem_of(CatalogUnread()).status, problem_of(CatalogUnread()).headers) == (503, {"retry-after": "10"})
+    while catalog.is_indexing and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert catalog.page(Filter(state="built"), 5).total == 150
+
+
+def test_equal_specs_of_a_listing_are_one_object(builder: Builder) -> None:
+    catalog = Catalog(builder)
+    catalog.page(Filter(), 5)
+    snapshot = catalog._snapshot
+    named = {spec: spec for spec in snapshot.archs}
+    assert all(spec is named[spec] for spec, _ in snapshot.manifests)
