@@ -1,4 +1,4 @@
-"""Tables of ``docs/scaling.md``: what one process of the service does, and what a fleet then takes."""
+"""Tables of ``docs/scaling.md`` and ``docs/operations.md``: what one process does, and what a fleet then takes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -81,6 +81,29 @@ def herd(record: dict[str, Any]) -> Iterator[str]:
         yield f"| {'empty' if name == 'cold' else 'built'} | " + " | ".join(f"{cell:g}" for cell in cells) + " |"
 
 
+def soak(record: dict[str, Any]) -> Iterator[str]:
+    """What a process takes while traffic of every kind goes on."""
+    found, machine = record["figures"], record["machine"]
+    answers = sum(found["answers"].values())
+    yield f"`{record['file']}`, {record['date']}, {machine['cpu']}, {machine['cores']} cores."
+    yield ""
+    yield (
+        f"{answers:,} answers in {found['seconds']} s, {len(record['problems'])} of them wrong; after the first third "
+        f"memory grew by {found['mb_an_hour']:.1f} MB an hour."
+    )
+    yield ""
+    yield "| | at the start | after a third | in the middle | at the end | highest |\n|---|---|---|---|---|---|"
+    for name, told in _SOAKED.items():
+        cells = (found[name][moment] for moment in ("start", "third", "middle", "end", "highest"))
+        yield f"| {told} | " + " | ".join(f"{cell:g}" for cell in cells) + " |"
+
+
+_SOAKED = {
+    "rss_mb": "resident memory of the service, MB",
+    "children_rss_mb": "of its compile processes, MB",
+    "descriptors": "open files and sockets",
+    "threads": "threads",
+}
 _VERDICTS = {True: "met", False: "**missed**", None: "not measured"}
 _NAMES = {"service": "the service", "bare": "a bare ASGI application, same uvicorn", "nginx": "nginx, the same file"}
 
@@ -90,6 +113,7 @@ PARTS = {
     "service-artifacts": ("service", artifacts),
     "service-herd": ("service", herd),
     "service-capacity": ("service", capacity),
+    "soak": ("soak", soak),
 }
 
 

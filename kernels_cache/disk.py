@@ -21,9 +21,11 @@ from typing import Final, Self, TypeVar
 
 from mlaprep.kernels_cache import housekeeping
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
-from mlaprep.kernels_cache.entries import read_entry, read_manifest, touch, write_entry
-from mlaprep.kernels_cache.errors import ArtifactError, StoreError
-from mlaprep.kernels_cache.files import TEMPORARY, Folder, Identity, NotPrivateError, descend
+from mlaprep.kernels_cache.budget import Budget
+from mlaprep.kernels_cache.disk_trouble import DiskTrouble
+from mlaprep.kernels_cache.entries import read_entry, touch, write_entry
+from mlaprep.kernels_cache.errors import ArtifactError, PlaceUnusable, StoreError
+from mlaprep.kernels_cache.files import TEMPORARY, Folder, Identity, NotPrivateError, reason_of
 from mlaprep.kernels_cache.hints import BLOBS, LINKS, drop_hint, has_hint, iterate_hints, read_hint, write_hint
 from mlaprep.kernels_cache.index import Index, Totals
 from mlaprep.kernels_cache.key import is_arch, is_digest
@@ -67,19 +69,18 @@ class DiskStore:
             self._configure(Path(os.path.realpath(root)), max_bytes)
             self._open(create=True).close()
         except (OSError, ValueError) as error:
-            reason = (isinstance(error, OSError) and error.strerror) or error
-            raise StoreError(f"no kernel cache can be kept at {root}: {reason}; {_ELSEWHERE}") from error
+            told = f": {reason_of(error)}; {_ELSEWHERE}"
+            raise PlaceUnusable("no kernel cache can be kept at", root, told) from error
 
     def _configure(self, root: Path, max_bytes: int) -> None:
         self.root = root
         self.max_bytes = max_bytes
         self._counters = Counters()
         self._index = Index()
-        self._known_bytes: int | None = None
-        self._added_bytes = 0
+        self._budget = Budget(max_bytes)
+        self._unkept = DiskTrouble(root)
         self._added_links = 0
         self._last_touch = ("", 0.0)
-        self._in_trouble = False
         self._swept = False
 
     def __reduce__(self) -> tuple[Callable[..., Self], tuple[type[Self], Path, int]]:
@@ -119,12 +120,13 @@ class DiskStore:
             return
         try:
             with self._open(create=True) as root:
-                if self._place(root, artifact):
-                    self._note_blob(root, artifact)
-                    self._account(root, size)
-            self._in_trouble = False
+                written = self._keep(root, artifact)
         except OSError as error:
+            self._unkept.owe(artifact)
             self._trouble("write", error)
+            return
+        if self._unkept.worked(written):
+            self._write_owed()
 
     def link(self, request: str, key: str) -> None:
         require_digests(request, key)
@@ -135,6 +137,7 @@ class DiskStore:
                     self._added_links = 0
                     housekeeping.drop_lost_hints(root)
         except OSError as error:
+            self._unkept.owe_link(request, key)
             self._trouble("write", error)
 
     def resolve(self, request: str) -> str | None:
@@ -153,14 +156,11 @@ class DiskStore:
 
     def delete(self, key: str) -> bool:
         deleted = False
+        self._unkept.forgive(key)
         for arch, found in self._names(key) if is_digest(key) else ():
-            manifest = self._read_manifest(arch, found)
             try:
                 with self._open() as root:
-                    deleted |= housekeeping.discard(root, arch, found)
-                    if manifest is not None and read_hint(root, BLOBS, manifest.cubin_sha256) == f"{arch}/{key}":
-                        drop_hint(root, BLOBS, manifest.cubin_sha256)
-                    housekeeping.drop_links(root, key)
+                    deleted |= housekeeping.remove_entry(root, arch, found)
             except OSError as error:
                 self._trouble("write", error)
         return deleted
@@ -181,6 +181,20 @@ class DiskStore:
             totals = self._index.totals(root)
         return self._counters.stats(entries=totals.entries, size=totals.size)
 
+    @property
+    def trouble(self) -> str:
+        """What :meth:`check` found last."""
+        return self._unkept.reason
+
+    def check(self) -> str:
+        """Why nothing new is kept, as the end of a sentence about the disk, such as ``is full``; "" where all is well.
+
+        After a write that failed, this tries again once a second at most, and writes what could not be written since.
+        """
+        if self._unkept.is_due():
+            self._write_owed()
+        return self._unkept.reason
+
     def gc(self, max_bytes: int | None = None) -> int:
         """Remove the least recently used entries until at most ``max_bytes`` of content are left.
 
@@ -190,7 +204,8 @@ class DiskStore:
         evicted = 0
         try:
             with self._open() as root:
-                evicted = self._evict(root, self.max_bytes if max_bytes is None else max_bytes)
+                evicted = self._budget.enforce(root, self.max_bytes if max_bytes is None else max_bytes)
+                self._counters.add("evicted", evicted)
                 housekeeping.drop_lost_hints(root)
                 housekeeping.empty_quarantine(root)
         except OSError as error:
@@ -226,9 +241,7 @@ class DiskStore:
             self._counters.add("write_errors")
         elif isinstance(error, FileNotFoundError):
             return
-        level = logging.DEBUG if self._in_trouble else logging.WARNING
-        _log.log(level, "kernel cache: cannot %s %s, going on without: %s", what, self.root, error)
-        self._in_trouble = True
+        self._unkept.meet(what, error)
 
     # Reading
 
@@ -305,13 +318,6 @@ class DiskStore:
         drop_hint(root, BLOBS, digest)
         return None
 
-    def _read_manifest(self, arch: str, key: str) -> Manifest | None:
-        try:
-            with self._open() as root, descend(root, arch, key[:2], key) as entry:
-                return read_manifest(entry, arch, key)
-        except (OSError, ArtifactError):
-            return None
-
     def _set_aside(
         self, root: Folder, folder: Folder, name: str, reason: Exception, identity: Identity | None = None
     ) -> None:
@@ -324,6 +330,22 @@ class DiskStore:
             _log.warning("kernel cache: %s/%s stays where it is: %s", folder.where, name, error)
 
     # Writing
+
+    def _keep(self, root: Folder, artifact: KernelArtifact) -> bool:
+        """Make sure of an entry; False where it was there already."""
+        if not self._place(root, artifact):
+            return False
+        self._note_blob(root, artifact)
+        size = artifact.size + len(artifact.manifest.to_json())
+        self._counters.add("evicted", self._budget.spend(root, size))
+        return True
+
+    def _write_owed(self) -> None:
+        try:
+            with self._open(create=True) as root:
+                self._unkept.write_owed(root, self._keep)
+        except OSError as error:
+            self._unkept.meet("write", error)
 
     def _place(self, root: Folder, artifact: KernelArtifact) -> bool:
         """Write an entry aside and rename it to its place; False where another stands there."""
@@ -380,19 +402,6 @@ class DiskStore:
 
     def _note_blob(self, root: Folder, artifact: KernelArtifact) -> None:
         write_hint(root, BLOBS, artifact.digest, f"{artifact.manifest.arch}/{artifact.key}")
-
-    def _account(self, root: Folder, size: int) -> None:
-        """Keep below the limit; measures the disk only now and then, since others write there too."""
-        self._added_bytes += size
-        known = self._known_bytes
-        if known is None or known + self._added_bytes > self.max_bytes or self._added_bytes > self.max_bytes // 16:
-            self._evict(root, self.max_bytes)
-
-    def _evict(self, root: Folder, limit: int) -> int:
-        evicted, self._known_bytes = housekeeping.evict(root, limit)
-        self._added_bytes = 0
-        self._counters.add("evicted", evicted)
-        return evicted
 
 
 def _unopened(kind: type[_Store], root: Path, max_bytes: int) -> _Store:

@@ -8,6 +8,7 @@
     ├── SigningError (also ValueError)   keys that cannot be used to sign or to check signatures
     └── StoreError                       a store that cannot be opened or a question it cannot answer
         ├── AmbiguousKeyError            a key prefix that more than one entry shares
+        ├── PlaceUnusable                a directory that cannot be used as asked; .told does not name it
         ├── SharedStoreDown              a shared Redis that does not answer in time; .reason
         └── SharedStoreRefusal           a shared Redis that answered with an error, such as full; .reason
 
@@ -47,6 +48,24 @@ class SigningError(CacheError, ValueError):
 
 class StoreError(CacheError):
     """A store that cannot be used as asked; the message names the place and what to change."""
+
+
+class PlaceUnusable(StoreError):
+    """A directory that cannot be used as asked. ``told`` says the same without naming it, for callers over a network.
+
+    Args:
+        before: the sentence up to the directory's name.
+        place: the directory.
+        after: the rest of the sentence, which must not name it either.
+    """
+
+    def __init__(self, before: str, place: object, after: str) -> None:
+        self._parts = (before, str(place), after)
+        self.told = f"{before} the cache directory{after}"
+        super().__init__(f"{before} {place}{after}")
+
+    def __reduce__(self) -> tuple[type["PlaceUnusable"], tuple[str, str, str]]:
+        return type(self), self._parts
 
 
 class AmbiguousKeyError(StoreError):

@@ -25,7 +25,11 @@ Identity = tuple[int, int]
 
 
 class NotPrivateError(PermissionError):
-    """A file or directory that somebody else owns or may write."""
+    """A file or directory that somebody else owns or may write; ``found`` says which, without its name."""
+
+    def __init__(self, where: str, found: str) -> None:
+        self.found = found
+        super().__init__(f"{where} {found}")
 
 
 class NotRegularError(OSError):
@@ -191,9 +195,16 @@ def new_name(prefix: str = "") -> str:
     return prefix + secrets.token_hex(16)
 
 
+def reason_of(error: Exception) -> object:
+    """What is wrong with a file or directory, without its name."""
+    if isinstance(error, NotPrivateError):
+        return f"it {error.found}"
+    return (isinstance(error, OSError) and error.strerror) or error
+
+
 def _require_private(status: os.stat_result, where: str) -> None:
     if status.st_uid != os.geteuid():
-        raise NotPrivateError(f"{where} belongs to user {status.st_uid}, not to this process's user {os.geteuid()}")
+        raise NotPrivateError(where, f"belongs to user {status.st_uid}, not to this process's user {os.geteuid()}")
     if status.st_mode & _OTHERS_MAY_WRITE:
         mode = stat.S_IMODE(status.st_mode)
-        raise NotPrivateError(f"{where} has mode {mode:04o}: others may write it; remove that with chmod go-w")
+        raise NotPrivateError(where, f"has mode {mode:04o}: others may write it; remove that with chmod go-w")

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from mlaprep.kernels_cache.artifact import KernelArtifact
-from mlaprep.kernels_cache.entries import MANIFEST, measure
+from mlaprep.kernels_cache.entries import MANIFEST, measure, read_manifest
+from mlaprep.kernels_cache.errors import ArtifactError
 from mlaprep.kernels_cache.files import TEMPORARY, Folder, Identity, descend, new_name
-from mlaprep.kernels_cache.hints import BLOBS, LINKS, drop_hint, iterate_hints
+from mlaprep.kernels_cache.hints import BLOBS, LINKS, drop_hint, iterate_hints, read_hint
 from mlaprep.kernels_cache.key import is_arch, is_digest
 from mlaprep.kernels_cache.locks import LOCKS, remove_free_lock, try_lock_folder
 
@@ -101,6 +102,18 @@ def discard(root: Folder, arch: str, key: str) -> bool:
     return True
 
 
+def remove_entry(root: Folder, arch: str, key: str) -> bool:
+    """Remove an entry and the hints to it; False where there was none. Raises OSError."""
+    digest = ""
+    with contextlib.suppress(OSError, ArtifactError), descend(root, arch, key[:2], key) as entry:
+        digest = read_manifest(entry, arch, key).cubin_sha256
+    removed = discard(root, arch, key)
+    if digest and read_hint(root, BLOBS, digest) == f"{arch}/{key}":
+        drop_hint(root, BLOBS, digest)
+    drop_links(root, key)
+    return removed
+
+
 def quarantine(root: Folder, folder: Folder, name: str, identity: Identity | None) -> bool:
     """Set something damaged aside, where the last of its kind are kept for a look.
 
@@ -134,6 +147,16 @@ def staged(temporary: Folder) -> Iterator[tuple[str, Folder]]:
             yield name, stage
     finally:
         _clear(temporary, name)
+
+
+def prove_writable(root: Folder) -> None:
+    """Write a page and remove it. Raises OSError where that cannot be done."""
+    with root.make(TEMPORARY) as temporary:
+        name = new_name("probe-")
+        try:
+            temporary.write(name, bytes(4096))
+        finally:
+            _clear(temporary, name)
 
 
 def drop_lost_hints(root: Folder) -> None:

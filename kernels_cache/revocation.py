@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from mlaprep.kernels_cache.artifact import Manifest, utc_now
-from mlaprep.kernels_cache.errors import StoreError
+from mlaprep.kernels_cache.errors import PlaceUnusable, StoreError
 from mlaprep.kernels_cache.files import TEMPORARY, Folder, new_name
 from mlaprep.kernels_cache.forks import forget_when_forked
 from mlaprep.kernels_cache.key import is_arch, is_digest, write_json
@@ -168,8 +168,10 @@ class Revocations:
         with self._lock:
             self._refresh()
             if (held := self._by_key.get(revocation.key)) is not None:
-                return held
-            if len(self._by_key) >= MAX_REVOCATIONS and not revocation.origin:  # a service's list has its own bound
+                if revocation.key not in self._own:
+                    return held
+                revocation = held  # which could not be written when it was told first
+            elif len(self._by_key) >= MAX_REVOCATIONS and not revocation.origin:  # a service's list has its own bound
                 raise StoreError(f"{MAX_REVOCATIONS} kernels are revoked, and no more can be; lift some that are over")
             self._own[revocation.key] = revocation
             self._settle()
@@ -197,7 +199,9 @@ class Revocations:
                 except FileNotFoundError:
                     pass
                 except OSError as error:
-                    raise StoreError(f"the revocation cannot be lifted in {self._root}: {error.strerror}") from None
+                    raise PlaceUnusable(
+                        "the revocation cannot be lifted in", self._root, f": {error.strerror}"
+                    ) from None
             self._stamp = None
             self._settle()
             return held
@@ -255,13 +259,18 @@ class Revocations:
         try:
             with Folder.at(place, create=True) as root, root.make(TEMPORARY) as temporary:
                 aside = new_name("revoked-")
-                temporary.write(aside, write_json(document).encode())
-                with root.make(FOLDER, sync=True) as folder:
-                    temporary.move(aside, folder, name)
-                    folder.sync()
+                try:
+                    temporary.write(aside, write_json(document).encode())
+                    with root.make(FOLDER, sync=True) as folder:
+                        temporary.move(aside, folder, name)
+                        folder.sync()
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        temporary.remove(aside)
+                    raise
         except OSError as error:
-            told = f"the revocation holds in this process only, since it cannot be written to {place}: {error.strerror}"
-            raise StoreError(told) from None
+            told = "the revocation holds in this process only, since it cannot be written to"
+            raise PlaceUnusable(told, place, f": {error.strerror}") from None
 
 
 def _read(folder: Folder, name: str) -> Revocation:

@@ -95,7 +95,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        for warning in service.warnings:
+        for warning in service.logged_warnings:
             _log.warning("%s", warning)
         if not service.settings.read_only:
             service.compiler.start()

@@ -376,7 +376,10 @@ class Compiler:
 
     def _note_down(self, error: CompilerUnavailable) -> CompilerUnavailable:
         with self._lock:
+            is_news = self._down is None or self._down.reason != error.reason
             self._down, self._down_until = error, time.monotonic() + self._retry_s
+        if is_news:
+            _log.warning("%s", error)
         return error.again()
 
     def _discard(self, child: CompileChild | None) -> None:

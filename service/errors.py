@@ -22,6 +22,7 @@
 Only :class:`CompileFailed` says something about the source, so only it may be remembered against a key.
 """
 
+import re
 from typing import Final
 
 from mlaprep.kernels_cache.revocation import Revocation
@@ -29,6 +30,12 @@ from mlaprep.templates.errors import MlaprepError
 
 RETRY_AFTER_S: Final = 10
 """How long a caller should wait before it asks again for something that was unavailable."""
+_FOLDERS: Final = re.compile(r"(?<![\w:/])/(?:[^/\s'\":,;()]+/)+", re.ASCII)
+
+
+def without_folders(text: str) -> str:
+    """A library's or the system's words, for callers over a network: of a path only its last part is left."""
+    return _FOLDERS.sub("", text)
 
 
 class ListenError(MlaprepError):

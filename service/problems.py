@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from mlaprep.kernels_cache.errors import AmbiguousKeyError, StoreError
+from mlaprep.kernels_cache.errors import AmbiguousKeyError, PlaceUnusable, StoreError
 from mlaprep.service.errors import (
     RETRY_AFTER_S,
     BuilderClosed,
@@ -29,6 +29,7 @@ from mlaprep.service.errors import (
     KernelRevoked,
     KernelSpills,
     QueueFull,
+    without_folders,
 )
 from mlaprep.service.headers import guarded
 from mlaprep.templates.errors import FieldProblem, SpecError, TemplateError
@@ -119,7 +120,8 @@ def problem_of(error: Exception) -> ProblemError:
         case BuildError():
             return _of_build(error)
         case DisassemblerUnavailable():
-            return ProblemError(503, "disassembler-unavailable", "Machine code cannot be shown here", str(error))
+            told = without_folders(str(error))
+            return ProblemError(503, "disassembler-unavailable", "Machine code cannot be shown here", told)
         case InspectError():
             return ProblemError(
                 503,
@@ -133,11 +135,12 @@ def problem_of(error: Exception) -> ProblemError:
                 409, "ambiguous-prefix", "The prefix fits several kernels", "Give more digits, or all 64 of them."
             )
         case CatalogUnread():
-            told = {"retry-after": str(RETRY_AFTER_S)}
-            return ProblemError(503, "indexing", "The store is still being read", str(error), headers=told)
+            later = {"retry-after": str(RETRY_AFTER_S)}
+            return ProblemError(503, "indexing", "The store is still being read", str(error), headers=later)
         case StoreError():
-            told = {"retry-after": str(RETRY_AFTER_S)}
-            return ProblemError(503, "not-kept", "The store cannot keep this", str(error), headers=told)
+            later = {"retry-after": str(RETRY_AFTER_S)}
+            detail = error.told if isinstance(error, PlaceUnusable) else str(error)
+            return ProblemError(503, "not-kept", "The store cannot keep this", detail, headers=later)
         case TemplateError():  # says nothing of a request: templates are this installation's own
             return ProblemError(500, "template-error", "A template of this service does not render", str(error))
         case ClientDisconnect():  # in the middle of its body; nobody reads this
@@ -173,6 +176,8 @@ def install(app: FastAPI) -> None:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, PlaceUnusable):  # the reply does not name the directory, which is nobody else's business
+        _log.warning("%s", error)
     return problem_of(error).response()
 
 
@@ -192,6 +197,8 @@ def _of_build(error: BuildError) -> ProblemError:
     detail = str(error)
     if isinstance(error, CompileFailed):
         detail = f"{error.message}\n{error.log[:_MAX_LOG]}".strip()
+    elif isinstance(error, CompilerUnavailable):
+        detail = without_folders(detail)
     headers = {"retry-after": str(RETRY_AFTER_S)} if status in _RETRY_LATER else {}
     return ProblemError(status, slug, title, detail, headers=headers)
 

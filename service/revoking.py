@@ -30,7 +30,9 @@ def revoke(builder: Builder, spec: KernelSpec, arch: Arch, reason: str, key: str
             artifact = builder.store.get(key)
     except KernelRevoked as error:
         held = error.revocation
-    if held is None:
+    if held is not None:
+        held = builder.revocations.add(held)  # which writes one that could not be written at first
+    else:
         if artifact is None or (artifact.manifest.variant_id, artifact.manifest.arch) != (spec.variant_id, str(arch)):
             return None
         held = builder.revocations.add(Revocation.of(artifact.manifest, reason))

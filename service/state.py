@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar, TypeVarTuple, Unpack
 
 from anyio import CapacityLimiter
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from mlaprep.kernels_cache.artifact import Manifest
 from mlaprep.kernels_cache.errors import SigningError, StoreError
 from mlaprep.kernels_cache.key_files import read_signing_key
-from mlaprep.kernels_cache.opening import folder_of, open_store_or_memory
+from mlaprep.kernels_cache.opening import Opened, folder_of, open_store_or_memory
 from mlaprep.kernels_cache.redis import RedisStore
 from mlaprep.kernels_cache.shared_revocations import SharedRevocations
 from mlaprep.kernels_cache.signing import SigningKey
@@ -64,7 +64,9 @@ class Service:
     misses: Misses
     jobs: Jobs | QueuedJobs
     warnings: tuple[str, ...]
-    """What is wrong with the installation without keeping it from working."""
+    """What is wrong with the installation without keeping it from working; names no directory."""
+    logged_warnings: tuple[str, ...]
+    """The same for the log, which does."""
     owns_compiler: bool
     signing_key: SigningKey | None = None
     shared: RedisStore | None = None
@@ -86,12 +88,12 @@ class Service:
         """
         access = Access.assemble(settings)
         signing_key = _signing_key(settings)
-        cache_warning = ""
+        opened = Opened(store or MemoryStore())
         shared = None
         if store is None:
-            store, cache_warning = open_store(settings)
+            opened = open_store(settings)
             shared = open_shared(settings, signing_key)
-            store = with_shared(store, shared)
+            store = with_shared(opened.store, shared)
         owns_compiler = compiler is None
         compiler = compiler or Compiler(
             settings.compile_processes,
@@ -108,7 +110,7 @@ class Service:
             revocations=None if shared is None else SharedRevocations(folder_of(store), shared.redis),
             refuse_spills=settings.refuse_spills,
         )
-        warnings = (*conflicts(), *([cache_warning] if cache_warning else []), *installation_warnings(shared))
+        of_installation = (*conflicts(), *installation_warnings(shared))
         folder = folder_of(store)
         misses = Misses(folder, shared=None if shared is None else SharedMisses(shared.redis))
         jobs = _open_jobs(builder, shared)
@@ -122,7 +124,8 @@ class Service:
             catalog,
             misses,
             jobs,
-            warnings,
+            tuple(filter(None, (opened.told, *of_installation))),
+            tuple(filter(None, (opened.warning, *of_installation))),
             owns_compiler,
             signing_key,
             shared,
@@ -192,16 +195,16 @@ class Service:
             self.shared.redis.close()
 
 
-def open_store(settings: Settings) -> tuple[KernelStore, str]:
+def open_store(settings: Settings) -> Opened:
     """The disk store with a memory above it, or whatever is left where no directory can be written, and why."""
     environ = dict(os.environ)
     if settings.cache_dir is not None:
         environ["MLAPREP_CACHE_DIR"] = str(settings.cache_dir)
     environ["MLAPREP_CACHE_MAX_BYTES"] = str(settings.cache_max_bytes)
-    store, warning = open_store_or_memory(environ)
-    if isinstance(store, MemoryStore | TieredStore) or settings.memory_max_bytes == 0:
-        return store, warning
-    return TieredStore([MemoryStore(settings.memory_max_bytes), store]), warning
+    opened = open_store_or_memory(environ)
+    if isinstance(opened.store, MemoryStore | TieredStore) or settings.memory_max_bytes == 0:
+        return opened
+    return replace(opened, store=TieredStore([MemoryStore(settings.memory_max_bytes), opened.store]))
 
 
 def _open_jobs(builder: Builder, shared: RedisStore | None) -> Jobs | QueuedJobs:

@@ -8,11 +8,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlaprep.service.auth import open_to_all
+from mlaprep.service.errors import without_folders
 from mlaprep.service.parameters import read_query
-from mlaprep.service.readiness import reasons_not_ready
+from mlaprep.service.readiness import reasons_not_ready, warnings_of
 from mlaprep.service.routes.documentation import problems, query
 from mlaprep.service.schemas import HealthReply, ReadyReply
-from mlaprep.service.shared import shared_document, shared_warnings
+from mlaprep.service.shared import shared_document
 from mlaprep.service.state import Service, in_thread, json_response, service_of
 
 router = APIRouter(tags=["health"])
@@ -61,7 +62,7 @@ def ready_document(service: Service, draining: bool) -> dict[str, Any]:
     return {
         "ready": not reasons,
         "reasons": reasons,
-        "warnings": [*service.warnings, *service.access.warnings(), *shared_warnings(service.shared)],
+        "warnings": warnings_of(service),
         "read_only": service.settings.read_only,
         "indexing": service.catalog.is_indexing,
         "signing_key": None if service.signing_key is None else service.signing_key.public.key_id,
@@ -69,7 +70,7 @@ def ready_document(service: Service, draining: bool) -> dict[str, Any]:
             "status": compiler.status,
             "nvrtc_version": compiler.version,
             "missing": compiler.missing,
-            "reason": compiler.reason,
+            "reason": None if compiler.reason is None else without_folders(compiler.reason),
             "processes": len(compiler.pids),
             "queued": compiler.queued,
         },

@@ -12,9 +12,8 @@ from starlette.responses import HTMLResponse, Response
 from mlaprep.kernels_cache.errors import StoreError
 from mlaprep.service.errors import BuildError, InspectError
 from mlaprep.service.problems import ProblemError, problem_of
-from mlaprep.service.readiness import reasons_not_ready
-from mlaprep.service.shared import shared_document
-from mlaprep.service.state import Service, service_of
+from mlaprep.service.readiness import is_warned, reasons_not_ready
+from mlaprep.service.state import service_of
 from mlaprep.service.web.pages import render_page
 from mlaprep.templates.errors import MlaprepError
 
@@ -49,17 +48,11 @@ def page(request: Request, section: str, name: str, status: int = 200, **values:
         section=section,
         version=request.app.version,
         reasons=tuple(reasons_not_ready(service, draining=request.app.state.drain.began)),
-        warned=bool(service.warnings) or _is_alone(service),
+        warned=is_warned(service),
         read_only=service.settings.read_only,
         needs_token=service.access.takes_tokens,
     )
     return HTMLResponse(render_page(name, shell=shell, **values), status, _HEADERS)
-
-
-def _is_alone(service: Service) -> bool:
-    """Whether there is a shared cache that is out of use, as far as is known; asks nobody."""
-    shared = shared_document(service.shared)
-    return shared is not None and shared["state"] in ("down", "refusing")
 
 
 class PageRoute(APIRoute):

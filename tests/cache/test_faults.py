@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from cache.samples import make_artifact, numbered
+from tmpfs import may_mount
 
+from mlaprep.kernels_cache import disk_trouble
 from mlaprep.kernels_cache.disk import DiskStore
 from mlaprep.kernels_cache.store import MemoryStore, TieredStore
 
@@ -66,15 +68,6 @@ assert DiskStore(place / "cache").get(artifact.key) == artifact
 print("served")
 """
 MOUNTED = 'mount -t tmpfs -o "$5" tmpfs "$1" && exec "$2" -c "$3" "$1" "$4"'
-
-
-def may_mount() -> bool:
-    """Whether this user can mount a small file system where nobody else sees it."""
-    try:
-        probe = subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True)
-    except FileNotFoundError:
-        return False
-    return probe.returncode == 0
 
 
 SIZES = {"space": "size=64k,mode=0755", "inodes": "size=1m,nr_inodes=40,mode=0755"}
@@ -232,5 +225,48 @@ def test_trouble_is_said_once_until_it_is_over(
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         store.publish(numbered(9))
-    assert len(caplog.records) == 2
+    assert len(caplog.records) == 3
+    assert caplog.records[1].getMessage() == f"kernel cache: {store.root} can be written again"
     assert store.stats().write_errors == 6
+
+
+def test_B032_what_could_not_be_written_is_written_once_it_can_be(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk_trouble, "_ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(disk_trouble, "_MAX_OWED", 3)
+    assert store.check() == store.trouble == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        for number in range(5):
+            store.publish(numbered(number))
+            store.link(f"{number}" * 64, numbered(number).key)
+        failed = store.stats().write_errors
+        assert store.delete(numbered(3).key) is False
+        assert store.check() == store.trouble == "is full"
+        assert store.stats().write_errors == failed  # to look whether it works again is no publication
+    assert store.check() == store.trouble == ""
+    assert {manifest.key for manifest in store.list()} == {numbered(number).key for number in (2, 4)}
+    assert [store.resolve(f"{number}" * 64) for number in (3, 4)] == [None, numbered(4).key]
+    assert list((store.root / "tmp").iterdir()) == []
+
+
+def test_B032_a_publication_that_comes_through_ends_the_trouble(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object, **__: object) -> int:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    store.publish(numbered(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", failing)
+        store.publish(numbered(2))
+    assert store.trouble == "has no quota left for this user"
+    store.publish(numbered(1))  # nothing was written for it
+    assert store.trouble != ""
+    store.publish(numbered(3))
+    assert store.trouble == ""
+    assert store.get(numbered(2).key) == numbered(2)

@@ -372,6 +372,25 @@ def test_health_and_readiness(client: Client, compiler: Compiler) -> None:
     assert document["store"]["entries"] == 1
 
 
+def test_no_reply_names_a_directory_of_a_library(
+    make_client: ClientMaker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_child(*_: object, **__: object) -> None:
+        raise CompilerUnavailable("libnvrtc", "/opt/place/x/libnvrtc.so.12: file too short, see https://x.y/z")
+
+    monkeypatch.setattr("mlaprep.service.compiler.CompileChild", no_child)
+    with Compiler(processes=1) as compiler, caplog.at_level("WARNING"):
+        client = make_client(compiler=compiler)
+        assert client.put(KERNEL).status_code == 503
+        ready = client.get("/readyz")
+        assert ready.status_code == 503
+        for text in (client.put(KERNEL).text, ready.text, client.get("/status").text):
+            assert "libnvrtc.so.12: file too short, see https://x.y/z" in text
+            assert "/opt" not in text
+            assert "/x/lib" not in text
+    assert caplog.text.count("/opt/place/x/libnvrtc.so.12") == 1
+
+
 def test_B042_two_cupy_packages_show_in_readiness(
     make_client: ClientMaker, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
