@@ -42,7 +42,7 @@ from mlaprep.service.routes import (
     vocabulary,
     warmups,
 )
-from mlaprep.service.schemas import ProblemReply
+from mlaprep.service.schemas import ProblemReply, shared_schemas
 from mlaprep.service.settings import Settings, read_settings, split_words
 from mlaprep.service.state import Service, in_thread
 
@@ -194,7 +194,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         components = document.setdefault("components", {})
         schema = ProblemReply.model_json_schema(ref_template="#/components/schemas/{model}")
-        components.setdefault("schemas", {}).update(schema.pop("$defs", {}) | {ProblemReply.__name__: schema})
+        schemas = schema.pop("$defs", {}) | {ProblemReply.__name__: schema} | shared_schemas()
+        components.setdefault("schemas", {}).update(schemas)
         components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
         for route in (route for router in _ROUTERS for route in router.routes):
             _describe_scope(route, document["paths"])

@@ -1,10 +1,23 @@
-"""The JSON Schema of a specification's document."""
+"""The JSON Schemas of a specification: of its document, and of its name."""
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, Final
 
 from mlaprep.templates.fields import CHOICES, DYNAMIC, FLAGS, MAX_STRIDE, RANGES, SIZES, allowed_values
-from mlaprep.templates.spec import KernelSpec
+from mlaprep.templates.spec import MAX_VARIANT_ID, VARIANT_ID_PATTERN, KernelSpec
+
+VARIANT_ID_FORMAT: Final = "variant-id"
+"""Format of strings that :func:`parse_variant_id` reads: the pattern's grammar, and fields that go together."""
+
+
+def variant_id_json_schema() -> dict[str, Any]:
+    """JSON Schema of a variant id."""
+    return {
+        "type": "string",
+        "format": VARIANT_ID_FORMAT,
+        "maxLength": MAX_VARIANT_ID,
+        "pattern": VARIANT_ID_PATTERN,
+    }
 
 
 def spec_json_schema() -> dict[str, Any]:
@@ -35,5 +48,15 @@ def spec_json_schema() -> dict[str, Any]:
         "title": "KernelSpec",
         "properties": properties,
         "required": ["num_heads"],
+        "additionalProperties": False,
+    }
+
+
+def spec_fields_json_schema() -> dict[str, Any]:
+    """JSON Schema of some of a spec's fields, as a plan sets them beside a preset."""
+    return {
+        "type": "object",
+        "title": "KernelSpecFields",
+        "properties": spec_json_schema()["properties"],
         "additionalProperties": False,
     }

@@ -376,7 +376,7 @@ def _smallest_stride(spec: KernelSpec, field: str) -> int:
     return 0
 
 
-_MAX_VARIANT_ID: Final = 400
+MAX_VARIANT_ID: Final = 400
 _NUMBER: Final = r"(0|[1-9][0-9]{0,12})"
 _VARIANT_ID: Final = re.compile(
     rf"mla_prepare-h{_NUMBER}-r{_NUMBER}-d{_NUMBER}"
@@ -391,6 +391,9 @@ _VARIANT_ID: Final = re.compile(
     re.ASCII,
 )
 
+VARIANT_ID_PATTERN: Final = f"^{re.sub(r'[(][?]P<[a-z_]+>|[(](?![?])', '(?:', _VARIANT_ID.pattern)}$"
+"""The grammar of variant ids as JSON Schema has patterns. Which fields go together it cannot say."""
+
 
 def parse_variant_id(variant_id: str) -> KernelSpec:
     """The spec that a variant id names.
@@ -403,7 +406,7 @@ def parse_variant_id(variant_id: str) -> KernelSpec:
     allowed = "a variant id such as mla_prepare-h12-r512-d64-bf16-fp8-norope-i64-pdl"
     if not isinstance(variant_id, str):
         raise SpecError(FieldProblem("variant_id", describe(variant_id), allowed))
-    match = _VARIANT_ID.fullmatch(variant_id) if len(variant_id) <= _MAX_VARIANT_ID else None
+    match = _VARIANT_ID.fullmatch(variant_id) if len(variant_id) <= MAX_VARIANT_ID else None
     if match is None:
         raise SpecError(FieldProblem("variant_id", "a string that is not a variant id", allowed))
     words = match.groupdict()

@@ -23,6 +23,7 @@ settings.load_profile("mlaprep")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-seconds", type=float, default=5, help="mixed traffic on one server (tests/faults)")
+    parser.addoption("--openapi-examples", type=int, default=15, help="requests drawn for each call (tests/service)")
     parser.addoption("--soak-out", default="", help="where the record of that run goes, as JSON")
     parser.addoption("--fault-rounds", type=int, default=20, help="kills of processes at random points (tests/faults)")
 

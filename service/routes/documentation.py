@@ -8,6 +8,7 @@ from mlaprep.service.parameters import QueryParameter
 from mlaprep.service.problems import MEDIA_TYPE, TYPE_PREFIX
 from mlaprep.service.schemas import ARCH, DIGEST, KEY, VARIANT_ID, ProblemReply
 from mlaprep.templates.arch import ARCHS
+from mlaprep.templates.schema import variant_id_json_schema
 
 _TITLES: Final = {
     401: "no token, or none that holds",
@@ -36,7 +37,7 @@ VariantPath = Annotated[
     Path(
         description="variant id, the name of a kernel specification",
         examples=[VARIANT_ID],
-        json_schema_extra={"maxLength": 400, "pattern": "^mla_prepare(-[a-z0-9]+)+$"},
+        json_schema_extra=variant_id_json_schema(),
     ),
 ]
 DigestPath = Annotated[

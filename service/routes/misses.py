@@ -21,7 +21,7 @@ from mlaprep.service.state import in_thread, json_response, service_of
 from mlaprep.templates.arch import ARCHS, Arch
 from mlaprep.templates.errors import FieldProblem, SpecError
 from mlaprep.templates.render import check_target
-from mlaprep.templates.spec import KernelSpec, parse_variant_id
+from mlaprep.templates.spec import VARIANT_ID_PATTERN, KernelSpec, parse_variant_id
 
 router = APIRouter(prefix="/v1/misses", tags=["misses"])
 
@@ -31,6 +31,11 @@ MAX_ENTRIES: Final = 256
 _MEMBERS: Final = ("variant_id", "arch", "count", "reason")
 _CURSOR_TEXT: Final = re.compile(
     r"([1-9][0-9]{0,15})\.([1-9][0-9]{0,15})\.([a-z0-9_]{1,16})\.([a-z0-9_-]{1,400})", re.ASCII
+)
+
+_NUMBER_PATTERN: Final = r"[1-9][0-9]{0,15}\."
+_CURSOR_PATTERN: Final = (
+    f"^{_NUMBER_PATTERN}{_NUMBER_PATTERN}(?:{'|'.join(map(str, ARCHS))})\\.{VARIANT_ID_PATTERN.removeprefix('^')}"
 )
 
 
@@ -53,7 +58,7 @@ PARAMETERS: Final = (
     integer("limit", 1, 500, "misses on a page", default=100, example=20),
     QueryParameter(
         "cursor",
-        {"type": "string", "maxLength": 450, "pattern": _CURSOR_TEXT.pattern},
+        {"type": "string", "format": "miss-cursor", "maxLength": 450, "pattern": _CURSOR_PATTERN},
         "next_cursor of the page before, in the same order",
         "next_cursor of the page before",
         _read_cursor,

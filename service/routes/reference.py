@@ -127,7 +127,9 @@ def _words(schema: dict[str, Any]) -> str:
         return f"array of {_words(schema.get('items', {}))}"
     bounds = {"minimum": "from", "maximum": "to", "minLength": "from length", "maxLength": "up to length"}
     limits = [f"{word} {schema[name]}" for name, word in bounds.items() if name in schema]
-    if "pattern" in schema:
+    if "format" in schema:  # whose pattern is long
+        limits.append(f"of format {schema['format']}")
+    elif "pattern" in schema:
         limits.append(f"matching {schema['pattern']}")
     if "default" in schema:
         limits.append(f"default {json.dumps(schema['default'])}")

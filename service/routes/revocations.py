@@ -39,7 +39,7 @@ def _read_key(text: str) -> str:
 
 _REASON: Final = QueryParameter(
     "reason",
-    {"type": "string", "minLength": 1, "maxLength": MAX_REASON},
+    {"type": "string", "format": "printable-text", "minLength": 1, "maxLength": MAX_REASON},
     "why, for whoever meets the refusal",
     f"1 to {MAX_REASON} printable characters",
     _read_reason,

@@ -15,7 +15,7 @@ from mlaprep.service.schemas import ARCH, VARIANT_ID, VariantReply, VariantsRepl
 from mlaprep.service.state import in_thread, json_response, service_of
 from mlaprep.templates.arch import ARCHS, Arch
 from mlaprep.templates.presets import PRESETS
-from mlaprep.templates.schema import spec_json_schema
+from mlaprep.templates.schema import spec_json_schema, variant_id_json_schema
 from mlaprep.templates.spec import parse_variant_id
 
 router = APIRouter(prefix="/v1/variants", tags=["variants"])
@@ -23,7 +23,7 @@ router = APIRouter(prefix="/v1/variants", tags=["variants"])
 LAYOUTS: Final = tuple(spec_json_schema()["properties"]["layout"]["anyOf"][0]["enum"])
 _CURSOR: Final = QueryParameter(
     "cursor",
-    {"type": "string", "maxLength": 400, "pattern": "^mla_prepare(-[a-z0-9]+)+$"},
+    variant_id_json_schema(),
     "next_cursor of the page before, with the same filters and sort",
     "next_cursor of the page before, a variant id",
     parse_variant_id,

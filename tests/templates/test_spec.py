@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from mlaprep.templates.errors import SpecError
 from mlaprep.templates.fields import STRIDE_FIELDS
 from mlaprep.templates.schema import spec_json_schema
-from mlaprep.templates.spec import KernelSpec, parse_variant_id
+from mlaprep.templates.spec import VARIANT_ID_PATTERN, KernelSpec, parse_variant_id
 
 strides = st.one_of(st.none(), st.just("dynamic"), st.integers(144, 2**37).map(lambda n: n * 8))
 documents = st.fixed_dictionaries(
@@ -57,6 +58,7 @@ def test_a_spec_and_its_variant_id_name_each_other(document: dict[str, Any]) -> 
         return
     assert parse_variant_id(spec.variant_id) == spec
     assert parse_variant_id(spec.variant_id).variant_id == spec.variant_id
+    assert re.search(VARIANT_ID_PATTERN, spec.variant_id)
     assert KernelSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
     assert KernelSpec.from_dict(dict(reversed(document.items()))) == spec
 
@@ -251,6 +253,17 @@ def test_only_canonical_variant_ids_parse(text: str) -> None:
 def test_no_text_breaks_the_parser(text: str) -> None:
     with pytest.raises(SpecError):
         parse_variant_id("mla_prepare-" + text + "?")
+
+
+def test_the_pattern_of_variant_ids_is_one_for_json_schema() -> None:
+    for name in (
+        "",
+        "-qe4m3-tspow2-posi32-qst-kvs-dcp8x64-res-pad16-pg64-e8-ld32-qnt6144-page0-row576-oh1152",
+        "-qonly",
+    ):
+        assert re.search(VARIANT_ID_PATTERN, f"mla_prepare-h12-r512-d64-bf16-fp8-norope-i64-pdl{name}")
+        assert not re.search(VARIANT_ID_PATTERN, f"mla_prepare-h12-r512-d64-bf16-fp8-norope-i64-pdl{name}-x")
+    assert "(?P<" not in VARIANT_ID_PATTERN
 
 
 def test_the_schema_says_what_the_constructor_does() -> None:
