@@ -26,6 +26,7 @@ from mlaprep.service.metrics import PUBLISH_S, Metrics
 from mlaprep.service.observed import Observed, RouteNote
 from mlaprep.service.overload import Load, OverloadGate
 from mlaprep.service.release import release_version
+from mlaprep.service.request_schemas import shared_schemas
 from mlaprep.service.routes import (
     artifacts,
     builds,
@@ -42,7 +43,7 @@ from mlaprep.service.routes import (
     vocabulary,
     warmups,
 )
-from mlaprep.service.schemas import ProblemReply, shared_schemas
+from mlaprep.service.schemas import ProblemReply
 from mlaprep.service.settings import Settings, read_settings, split_words
 from mlaprep.service.state import Service, in_thread
 

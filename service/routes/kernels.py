@@ -13,9 +13,10 @@ from mlaprep.service.body import plain_name, read_json
 from mlaprep.service.builder import Built
 from mlaprep.service.parameters import flag, read_query
 from mlaprep.service.problems import ProblemError, invalid_fields
+from mlaprep.service.request_schemas import spec_body
 from mlaprep.service.routes.artifacts import not_modified
 from mlaprep.service.routes.documentation import ArchPath, VariantPath, problems, query
-from mlaprep.service.schemas import KernelReply, spec_body
+from mlaprep.service.schemas import KernelReply
 from mlaprep.service.state import Service, json_response, service_of
 from mlaprep.templates.arch import Arch
 from mlaprep.templates.errors import FieldProblem

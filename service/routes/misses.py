@@ -15,8 +15,9 @@ from mlaprep.service.catalog import Catalog, State, models_of
 from mlaprep.service.misses import MAX_COUNT, MISS_REASONS, ORDERS, Miss, Misses, MissReport, Order, Place
 from mlaprep.service.parameters import QueryParameter, choice, integer, read_query
 from mlaprep.service.problems import invalid_fields
+from mlaprep.service.request_schemas import misses_body
 from mlaprep.service.routes.documentation import problems, query
-from mlaprep.service.schemas import ARCH, VARIANT_ID, MissesRecordedReply, MissesReply, misses_body
+from mlaprep.service.schemas import ARCH, VARIANT_ID, MissesRecordedReply, MissesReply
 from mlaprep.service.state import in_thread, json_response, service_of
 from mlaprep.templates.arch import ARCHS, Arch
 from mlaprep.templates.errors import FieldProblem, SpecError

@@ -17,8 +17,9 @@ from mlaprep.service.errors import TooManyJobs
 from mlaprep.service.job_store import WarmupJob
 from mlaprep.service.parameters import read_query
 from mlaprep.service.problems import ProblemError, invalid_fields
+from mlaprep.service.request_schemas import plan_body
 from mlaprep.service.routes.documentation import problems, query
-from mlaprep.service.schemas import WarmupReply, WarmupsReply, plan_body
+from mlaprep.service.schemas import WarmupReply, WarmupsReply
 from mlaprep.service.state import Service, in_thread, json_response, service_of
 from mlaprep.templates.errors import SpecError
 from mlaprep.templates.plans import MAX_ENTRIES, MAX_KERNELS, Target, WarmupPlan, parse_plan
