@@ -280,9 +280,9 @@ class TestLookingAround:
         with KernelClient(on_miss="error", offline=True) as client:
             assert isinstance(client.store, DiskStore)
             assert client.store.root == wanted
-        store, warning = open_service_store(Settings(memory_max_bytes=0))
-        assert isinstance(store, DiskStore)
-        assert (store.root, warning) == (wanted, "")
+        opened = open_service_store(Settings(memory_max_bytes=0))
+        assert isinstance(opened.store, DiskStore)
+        assert (opened.store.root, opened.warning) == (wanted, "")
 
     def test_show_of_what_is_not_there(self, run: Run, filled: DiskStore) -> None:
         run("show", "0123456789ab", exit_code=3)
