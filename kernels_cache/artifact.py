@@ -322,7 +322,7 @@ def _parsed(name: str, value: object) -> object:
         return value
     try:
         return JsonText.parsed(value)
-    except ValueError:
+    except (ValueError, RecursionError):  # what could be parsed may be too deep to write
         raise ArtifactError("manifest", f"a manifest whose {name} holds what JSON cannot") from None
 
 

@@ -23,7 +23,7 @@ from mlaprep.kernels_cache import housekeeping
 from mlaprep.kernels_cache.artifact import KernelArtifact, Manifest
 from mlaprep.kernels_cache.budget import Budget
 from mlaprep.kernels_cache.disk_trouble import DiskTrouble
-from mlaprep.kernels_cache.entries import read_entry, touch, write_entry
+from mlaprep.kernels_cache.entries import read_entry, size_of, touch, write_entry
 from mlaprep.kernels_cache.errors import ArtifactError, PlaceUnusable, StoreError
 from mlaprep.kernels_cache.files import TEMPORARY, Folder, Identity, NotPrivateError, reason_of
 from mlaprep.kernels_cache.hints import BLOBS, LINKS, drop_hint, has_hint, iterate_hints, read_hint, write_hint
@@ -114,8 +114,7 @@ class DiskStore:
 
     def publish(self, artifact: KernelArtifact) -> None:
         artifact.verify()
-        size = artifact.size + len(artifact.manifest.to_json())
-        if size > self.max_bytes:
+        if size_of(artifact) > self.max_bytes:
             self._counters.add("evicted")
             return
         try:
@@ -336,8 +335,7 @@ class DiskStore:
         if not self._place(root, artifact):
             return False
         self._note_blob(root, artifact)
-        size = artifact.size + len(artifact.manifest.to_json())
-        self._counters.add("evicted", self._budget.spend(root, size))
+        self._counters.add("evicted", self._budget.spend(root, size_of(artifact)))
         return True
 
     def _write_owed(self) -> None:

@@ -65,6 +65,11 @@ def write_entry(entry: Folder, artifact: KernelArtifact) -> None:
     entry.sync()
 
 
+def size_of(artifact: KernelArtifact) -> int:
+    """Bytes of content that an entry of this artifact takes."""
+    return artifact.size + len(artifact.manifest.to_json())
+
+
 def touch(entry: Folder) -> None:
     """Record a use now. The files of the kernel stay as they are; a read-only place is no error."""
     with contextlib.suppress(OSError):

@@ -54,6 +54,7 @@ _BUILD_PROBLEMS: Final[Mapping[type[BuildError], tuple[int, str, str]]] = {
     BuilderClosed: (503, "shutting-down", "The service is shutting down"),
 }
 _RETRY_LATER: Final = (429, 503)
+_LATER: Final = {"retry-after": str(RETRY_AFTER_S)}
 _log = logging.getLogger(__name__)
 
 
@@ -128,19 +129,17 @@ def problem_of(error: Exception) -> ProblemError:
                 "disassembly-failed",
                 "The machine code was not read",
                 str(error),
-                headers={"retry-after": str(RETRY_AFTER_S)},
+                headers=_LATER,
             )
         case AmbiguousKeyError():
             return ProblemError(
                 409, "ambiguous-prefix", "The prefix fits several kernels", "Give more digits, or all 64 of them."
             )
         case CatalogUnread():
-            later = {"retry-after": str(RETRY_AFTER_S)}
-            return ProblemError(503, "indexing", "The store is still being read", str(error), headers=later)
+            return ProblemError(503, "indexing", "The store is still being read", str(error), headers=_LATER)
         case StoreError():
-            later = {"retry-after": str(RETRY_AFTER_S)}
             detail = error.told if isinstance(error, PlaceUnusable) else str(error)
-            return ProblemError(503, "not-kept", "The store cannot keep this", detail, headers=later)
+            return ProblemError(503, "not-kept", "The store cannot keep this", detail, headers=_LATER)
         case TemplateError():  # says nothing of a request: templates are this installation's own
             return ProblemError(500, "template-error", "A template of this service does not render", str(error))
         case ClientDisconnect():  # in the middle of its body; nobody reads this
@@ -199,7 +198,7 @@ def _of_build(error: BuildError) -> ProblemError:
         detail = f"{error.message}\n{error.log[:_MAX_LOG]}".strip()
     elif isinstance(error, CompilerUnavailable):
         detail = without_folders(detail)
-    headers = {"retry-after": str(RETRY_AFTER_S)} if status in _RETRY_LATER else {}
+    headers = _LATER if status in _RETRY_LATER else {}
     return ProblemError(status, slug, title, detail, headers=headers)
 
 

@@ -323,3 +323,13 @@ def test_B046_a_family_cubin_passes_for_its_own_name_only() -> None:
     family.verify(arch="sm_100f")
     with pytest.raises(ArtifactError, match="asked for 'sm_100', found sm_100f"):
         family.verify(arch="sm_100")
+
+
+def test_a_part_that_is_too_deep_to_write_again_is_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_deep(value: object) -> str:
+        raise RecursionError
+
+    text = make_artifact().manifest.to_json()
+    monkeypatch.setattr("mlaprep.kernels_cache.json_text.write_json", too_deep)
+    with pytest.raises(ArtifactError, match="holds what JSON cannot"):
+        Manifest.from_json(text, sealed=True)
